@@ -810,7 +810,7 @@ def search(
 
 
 def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0) -> Any:
-    """Proofread a text: (text, changes), the new text and a list of proofreader.Change.
+    """Proofread a text: (text, changes), the new text and a list of changes.Change.
 
     caution: nats that a change must gain beyond the default. ValueError for a model that does not
     see the text on both sides of a token.

@@ -57,8 +57,9 @@ import torch
 import mdlm
 from support import environment
 from support.errors import UserError
-from support.proofread import proofreader as proofreading
 from support.proofread.mistakes import KINDS, Prior, beside
+from support.proofread.proofreader import Proofreader
+from support.proofread.words import Words
 from support.settings import Natural, Reads, Writes, parse
 
 ORDER = 6
@@ -384,14 +385,14 @@ class BeamSearch:
 # ---- The network
 class Network:
     def __init__(self, model, tokenizer, dtype, caution=0.0):
-        self.reader = proofreading.Proofreader(model, tokenizer, caution)
+        self.reader = Proofreader(model, tokenizer, caution)
         self.dtype = dtype
 
     def __call__(self, text):
         device = next(self.reader.ask.model.parameters()).device.type
         edits = []
         with torch.autocast(device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            words = proofreading.Words([text])
+            words = Words([text])
             for part in (part for parts in self.reader.parts([text], words) for part in parts):
                 if part.change:
                     start = part.change.position

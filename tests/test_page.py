@@ -364,7 +364,7 @@ def test_page_proofreads_as_sample_fix_does(network):
     cases = [dict(text=text, T=32, vocab=list(line)) for text in texts]
     worlds = [test_proofreading.alphabet()] * len(texts)
     # Some letters have more others beside them on a keyboard than others have; some have none.
-    for vocab in map(list, ("aqsd\n", "qawsz", "aw \ns")):
+    for vocab in map(list, ("aqsd\n", "qawsz", "aw \ns", "ABa ,")):
         for row in torch.randint(3 * len(vocab) + 1, (15, 60), generator=g):
             text = "".join((vocab * 3 + ["\u00e9"])[i] for i in row)
             cases.append(dict(text=text, T=24, vocab=vocab, depends=True))

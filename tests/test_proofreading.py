@@ -26,9 +26,13 @@ from support import cli
 from support.data.tokenizer import Tokenizer
 from support.errors import UserError
 from support.proofread import file as fixing
-from support.proofread import mistakes
-from support.proofread import proofreader as proofreading
-from support.proofread.proofreader import Edit, Proofreader
+from support.proofread import mistakes, proofreader, races
+from support.proofread import words as words_of_text
+from support.proofread.changes import Change, Part
+from support.proofread.proofreader import Proofreader
+from support.proofread.races import Edit
+from support.proofread.tokens import Cutter, Token
+from support.proofread.words import Words
 from support.training import folder as run_folder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
@@ -77,6 +81,11 @@ def test_every_kind_of_mistake_is_repaired(kind, wrong, before, after):
     assert (change.line, change.column) == (2, change.position - len(LETTERS) + 1)
 
 
+def keep_all(monkeypatch):
+    for name in ("PRUNE", "SLACK"):
+        monkeypatch.setattr(proofreader, name, 1000.0)
+
+
 def test_the_gain_is_the_exact_likelihood(monkeypatch):
     """log p(R | all others) by the chain rule, before and after, in a world where it is known."""
     V = 5
@@ -103,19 +112,19 @@ def test_the_gain_is_the_exact_likelihood(monkeypatch):
         Edit(9, 9, (2,), "insertion"),
         Edit(1, 2, (4,), "substitution", single=0.5),
     ]
-    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
+    keep_all(monkeypatch)
     for edit in edits:
-        [decided] = reader.decide(ids, [edit])
+        [decided], _ = reader.decide(ids, [edit])
         after = ids[: edit.start] + list(edit.ids) + ids[edit.stop :]
-        stop = min(len(ids), edit.stop + proofreading.REACH)
+        stop = min(len(ids), edit.stop + races.REACH)
         gain = direct(after, edit.start, stop + edit.growth) - direct(ids, edit.start, stop)
         if edit.kind == "substitution":
             gain = (gain + 0.5) / 2
         assert decided.gain == pytest.approx(gain, abs=1e-5)
 
 
-def test_rivals_leave_a_race_without_changing_what_the_others_gain(monkeypatch):
-    """Those left are all that are within SLACK of the best, with the gains that they have alone."""
+def test_rivals_leave_a_race_without_changing_what_the_others_gain():
+    """Those left are within the slack of the best, with the gains that they have anyway."""
     reader = Proofreader(*alphabet())
     ids = [LETTERS.index(c) for c in "abcdefghizklmnop"]
     z = ids.index(LETTERS.index("z"))
@@ -129,18 +138,19 @@ def test_rivals_leave_a_race_without_changing_what_the_others_gain(monkeypatch):
     asked = []
     ask = reader.ask
     reader.ask = lambda rows, *questions: asked.append(len(rows)) or ask(rows, *questions)
-    kept = reader.race(ids, edits, proofreading.one_by_one)
+    [race] = reader.race(ids, edits, races.one_by_one, slack=3.0)
+    kept = list(race.left())
     few = sum(asked)
     asked.clear()
-    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
-    everyone = reader.race(ids, edits, proofreading.one_by_one)
+    [race] = reader.race(ids, edits, races.one_by_one, slack=1000.0)
+    everyone = list(race.left())
     best = max(edit.gain - edit.cost for edit in everyone)
     assert kept == [e for e in everyone if e.gain - e.cost >= best - 3.0]
     assert len(everyone) == 4 > len(kept) and few < sum(asked)
 
 
 def test_edits_that_share_calls_gain_what_they_gain_alone(monkeypatch):
-    monkeypatch.setattr(proofreading, "SLACK", 1000.0)
+    keep_all(monkeypatch)
     model, tokenizer = alphabet(T=128)
     reader = Proofreader(model, tokenizer)
     ids = [LETTERS.index(c) for c in LINE]
@@ -149,8 +159,8 @@ def test_edits_that_share_calls_gain_what_they_gain_alone(monkeypatch):
         Edit(40, 40, (3,), "insertion"),
         Edit(75, 77, (1, 2), "swap"),
     ]
-    alone = [reader.decide(ids, [edit])[0].gain for edit in edits]
-    assert [edit.gain for edit in reader.decide(ids, edits)] == pytest.approx(alone, abs=1e-5)
+    alone = [reader.decide(ids, [edit])[0][0].gain for edit in edits]
+    assert [edit.gain for edit in reader.decide(ids, edits)[0]] == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_word_that_is_there_twice_is_offered_as_a_deletion():
@@ -198,7 +208,7 @@ def test_what_is_proposed_is_what_was_probably_meant():
 def test_repairs_of_a_place_count_together():
     """Each less likely than no mistake, but not all: the best of them is kept."""
     reader = Proofreader(*alphabet())
-    window = [proofreading.Token(LETTERS.index(c), c.encode()) for c in LINE[:30]]
+    window = [Token(LETTERS.index(c), c.encode()) for c in LINE[:30]]
     one, other, far = (
         Edit(start, start + 1, (0,), "substitution", cost=8.0, gain=gain)
         for start, gain in ((5, 7.5), (7, 7.6), (20, 7.9))
@@ -213,26 +223,50 @@ def test_names_that_a_text_has_elsewhere_stay():
     """Nobody misspells a name twice alike, if what would stand there is in no other place."""
     line = LINE[:30]
     text = f"{line}\nkate\nand\nkate\nhath\nhate\nthat\nkate"
-    window = [proofreading.Token(LETTERS.index(c), c.encode()) for c in text]
+    window = [Token(LETTERS.index(c), c.encode()) for c in text]
     at = text.index("kate\nand")
     one = Edit(at, at + 1, (LETTERS.index("h"),), "substitution", cost=8.0, gain=9.0)
     new = Edit(at, at + 1, (LETTERS.index("l"),), "substitution", cost=8.0, gain=9.0)
     reader = Proofreader(*alphabet())
     assert reader.best_apart(window, [new]) == [new], "of a text whose words are not known"
-    reader.words = proofreading.Words([text])
+    reader.words = Words([text])
     assert reader.best_apart(window, [new]) == []
     assert reader.best_apart(window, [one]) == [one], "a word that it has, too"
-    reader.words = proofreading.Words(
-        [text.replace("\nkate", "\nkato").replace("\nkato", "\nkate", 1)]
-    )
+    reader.words = Words([text.replace("\nkate", "\nkato").replace("\nkato", "\nkate", 1)])
     assert reader.best_apart(window, [new]) == [new], "it stands there alone"
     sure = new._replace(gain=15.0)
     assert reader.best_apart(window, [sure]) == [sure], "what is likelier than this still changes"
 
 
+@pytest.mark.parametrize(
+    "text, right, is_kept",
+    [
+        ("OSWIN:\n", "P", True),
+        ("when Oswin", "P", True),
+        ("so, Oswin", "P", True),
+        ("Oswin", "P", False),  # any word begins a line with a capital
+        ("OSWIN", "o", False),
+        ("when oswin", "p", False),
+        ("OSWIN PSWIN", "P", False),  # a word that the text has
+    ],
+)
+def test_a_name_costs_more_to_change(text, right, is_kept):
+    letters = "OSWINPhenoswip,: \n"
+    letters = "".join(dict.fromkeys(letters))
+    model, _ = alphabet(T=64)
+    model.vocab_size = model.mask_id = len(letters)
+    reader = Proofreader(model, Tokenizer("char", list(letters)))
+    reader.words = Words([text])
+    window = [Token(letters.index(c), c.encode()) for c in text]
+    at = text.lower().index("oswin")
+    edit = Edit(at, at + 1, (letters.index(right),), "substitution", cost=8.0, gain=9.0)
+    assert (reader.best_apart(window, [edit]) == []) == is_kept
+    assert reader.best_apart(window, [edit._replace(gain=15.0)]), "what is likelier than this"
+
+
 @given(st.text(" aB_é1-\n", max_size=60), st.integers(1, 9))
 def test_words_are_counted_however_a_text_arrives(text, size):
-    words = proofreading.Words(text[i : i + size] for i in range(0, len(text), size))
+    words = Words(text[i : i + size] for i in range(0, len(text), size))
     counts = Counter(re.findall(r"[^\W_]+", text.lower()))
     assert all(words[word] == n for word, n in counts.items())
     assert counts.keys() == words.counts.keys() | ({words.last.lower()} - {""})
@@ -250,8 +284,8 @@ def test_a_stream_knows_the_words_up_to_each_window():
 
 
 def test_words_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(proofreading, "MOST_WORDS", 100)
-    words = proofreading.Words([" ".join(f"name w{i}" for i in range(1000)), "x" * 1000, "x " * 5])
+    monkeypatch.setattr(words_of_text, "MOST", 100)
+    words = Words([" ".join(f"name w{i}" for i in range(1000)), "x" * 1000, "x " * 5])
     assert len(words.counts) <= 101 and len(words.last) <= 65
     assert words["name"] > 900 and not words["x" * 1000]
 
@@ -361,7 +395,7 @@ def test_tokens_join_to_the_text(kind, pydoc):
         tokenizer = Tokenizer("file", library.to_str())
     else:
         tokenizer = Tokenizer(kind, sorted(set(pydoc))) if kind == "char" else small(kind, pydoc)
-    cutter = proofreading.Cutter(tokenizer)
+    cutter = Cutter(tokenizer)
     pieces = [text[i : i + 700] for i in range(0, len(text), 700)]
     tokens = list(cutter.tokens(pieces))
     assert b"".join(token.lead + token.own for token in tokens) == text.encode()
@@ -513,19 +547,43 @@ def test_caution_keeps_surer_changes_alone(proofread, tmp_path):
         assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} change")
 
 
-def test_a_pipe_is_read_as_it_comes(proofread, tmp_path):
+def test_a_pipe_gets_the_changes_of_a_file(proofread, tmp_path):
+    """Also where a word of the end says that one of the beginning is meant."""
+    name = LETTERS.replace("j", "z").replace("n", "-")
+    text = LETTERS + name + LETTERS * 4 + name
+    (tmp_path / "a.txt").write_text(text)
     os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=[WRONG])
-    writer.start()
-    code, out, _ = proofread("--fix=pipe")
+    found = []
+    alone = text[: -len(name)]
+    [change] = sample.fix(*alphabet(), alone).changes
+    prior = Proofreader(*alphabet()).prior
+    cost = prior.substitution(*map(LETTERS.index, "zj"))
+    caution = change.gain - cost - 3.0  # with it the word is changed where it is alone
+    for path in ("a.txt", "pipe"):
+        if path == "pipe":
+            writer = threading.Thread(target=(tmp_path / path).write_text, args=[text])
+            writer.start()
+        found.append(proofread(f"--fix={path}", f"--caution={caution}"))
     writer.join()
-    assert code == 0 and "[-z-]{+j+}" in out
+    assert found[0] == found[1] and "2: " not in found[0][1]
+    (tmp_path / "a.txt").write_text(alone)
+    assert proofread("--fix=a.txt", f"--caution={caution}")[1].startswith("2: abcdefghi[-z-]{+j+}")
 
 
 def test_standard_input(proofread, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WRONG.encode())))
     code, out, _ = proofread("--fix=-", "--output=-")
     assert (code, out) == (0, LETTERS * 3)
+
+
+def test_the_bar_counts_characters(proofread, monkeypatch, tmp_path):
+    """Those of the text, of which their number says how much time is left."""
+    (tmp_path / "a.txt").write_bytes("é".encode() * 3 + WRONG.encode())
+    bars = []
+    bar = fixing.bar
+    monkeypatch.setattr(fixing, "bar", lambda **about: bars.append(bar(**about)) or bars[-1])
+    assert proofread("--fix=a.txt", "--output=-")[0] == 0
+    assert bars[0].n == bars[0].total == len(WRONG) + 3 and bars[0].unit == " characters"
 
 
 @pytest.mark.parametrize(
@@ -587,9 +645,9 @@ def test_what_goes_nowhere_is_refused(proofread, tmp_path):
 def test_a_long_line_is_shown_around_its_changes():
     stream = io.StringIO()
     shown = fixing.Shown(stream)
-    change = proofreading.Change(200, 1, 201, "swap", "ab", "ba", 12.0, None, None)
-    kept = proofreading.Part("x" * 200, "x" * 200)
-    for part in (kept, proofreading.Part("ab", "ba", change), kept, kept):
+    change = Change(200, 1, 201, "swap", "ab", "ba", 12.0, None, None)
+    kept = Part("x" * 200, "x" * 200)
+    for part in (kept, Part("ab", "ba", change), kept, kept):
         shown.add(part)
     shown.end()
     assert stream.getvalue() == f"1: …{'x' * 40}[-ab-]{{+ba+}}{'x' * 40}…\n"
@@ -617,6 +675,7 @@ def test_a_short_context_loses_nothing(T):
     text = LETTERS + "é" + LETTERS
     fixed = sample.fix(*alphabet(T=T), text, caution=1000)
     assert fixed.text == text
+    sample.fix(*alphabet(T=T), text[::2])  # as many insertions as there is room for
 
 
 def test_the_shipped_weights_repair_a_sentence():

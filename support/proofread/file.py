@@ -6,14 +6,17 @@ All of it goes window by window, so that memory does not grow with the file, nor
 import codecs
 import contextlib
 import html
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from support import outputs
 from support.errors import UserError
 from support.infill.templates import open_input, states_no_size
 from support.progress import bar
-from support.proofread.proofreader import Proofreader, Words
+from support.proofread.proofreader import Proofreader
+from support.proofread.words import Words
 from support.terminal import escaped, is_terminal, warn
 from support.training import scores
 from support.web import viewer
@@ -49,12 +52,11 @@ ins { color: #182; font-weight: bold; text-decoration: none; border-bottom: 2px 
 def pieces(f, name):
     """Yield the text of a binary file in pieces; UserError for what is not UTF-8, or empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    read = getattr(f, "read1", f.read)  # of a pipe, what is there
     at = 0
     line = 1
     while True:
         held = len(decoder.getstate()[0])
-        chunk = read(CHUNK)
+        chunk = f.read(CHUNK)
         if not (chunk or at):
             raise UserError(f"{name} is empty: its size is 0 bytes; give a text file")
         try:
@@ -73,19 +75,23 @@ def pieces(f, name):
 
 @contextlib.contextmanager
 def reading(path):
-    """Context manager: (pieces of a text, its proofreading.Words or None).
+    """Context manager: (pieces of a text, its words.Words).
 
-    A file is read twice, so that it is checked and its words are counted before the first change.
+    It is read twice, so that it is checked and its words are counted before the first change: a
+    text gets the same changes from a file and from a pipe, which goes to a temporary file first.
     """
     name = "standard input" if path == "-" else f"--fix={path}"
     try:
-        with open_input("fix", path, "a text file") as f:
+        with open_input("fix", path, "a text file") as f, tempfile.TemporaryFile() as copy:
             if states_no_size(f):
                 raise UserError(f"{name} is empty: its size is 0 bytes; give a text file")
-            words = None
-            if path != "-" and f.seekable():
-                words = Words(pieces(f, name))
-                f.seek(0)
+            if not f.seekable():
+                shutil.copyfileobj(f, copy)
+                copy.seek(0)
+                f = copy
+            begin = f.tell()
+            words = Words(pieces(f, name))
+            f.seek(begin)
             yield pieces(f, name), words
     except OSError as e:
         if e.filename is None or e.filename != path:  # of an output
@@ -151,7 +157,7 @@ class Shown:
         self.after = ""
 
     def add(self, part):
-        """Show a proofreading.Part, if it is a change or near one."""
+        """Show a changes.Part, if it is a change or near one."""
         if part.change:
             self.line = self.line or part.change.line
             self.texts += [self.after, self.mark(part)]
@@ -198,7 +204,7 @@ class Shown:
 
 
 def to_html(part):
-    """A proofreading.Part for the page."""
+    """A changes.Part for the page."""
 
     def safe(text):
         return html.escape(escaped(text))
@@ -220,7 +226,7 @@ def fix_file(options, model, tokenizer, folders, config):
     reader = Proofreader(model, tokenizer, options.caution)
     scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     is_free = "-" not in (options.output, options.json)
-    n = characters = 0
+    n = 0
     with contextlib.ExitStack() as stack:
         texts, words = stack.enter_context(reading(options.fix))
         text, page, lines = (
@@ -228,8 +234,7 @@ def fix_file(options, model, tokenizer, folders, config):
             for path in (options.output, options.html, options.json)
         )
         shown = Shown(sys.stdout) if is_free else None
-        total = words.characters if words else None  # of a pipe it is not known
-        about = dict(desc="proofreading", unit=" characters", total=total)
+        about = dict(desc="proofreading", unit=" characters", total=words.characters)
         read = stack.enter_context(bar(**about))
         page.put(PAGE.encode())
         for part in (part for parts in reader.parts(texts, words) for part in parts):
@@ -238,13 +243,13 @@ def fix_file(options, model, tokenizer, folders, config):
             if shown:
                 read.clear()  # what is shown may be on the same terminal
                 shown.add(part)
-            characters += len(part.before)
             read.update(len(part.before))
             if part.change:
                 n += 1
                 lines.put(f"{viewer.safe_json(part.change._asdict())}\n".encode())
+        read.clear()
         if shown:
             shown.end()
         page.put(b"</pre>\n</body>\n</html>\n")
-    warn(f"{n} change{'' if n == 1 else 's'} in {characters} characters")
+    warn(f"{n} change{'' if n == 1 else 's'} in {words.characters} characters")
     return 0

@@ -9,13 +9,13 @@ A text is read window by window, in four steps.
    also one more, one less, two swapped, or the second of two equal words less.
 3. Prune. Edits near each other are rivals in a Race, with what is there. Each is a text for the
    region from the first of them on to REACH tokens after the last. Its log p, given all other
-   tokens, is asked for a third of its tokens at a time. It only falls, so who is certain to stay
-   SLACK behind the best leaves.
+   tokens, is asked for a third of its tokens at a time. It only falls, so a rival leaves when it is
+   certain to stay far behind the best.
 4. Decide. The rivals left race again, token by token: log p(the region | all other tokens), exactly
    by the chain rule. What an edit gains over what is there, beyond its cost, which the prior of
-   mistakes says, are its log-odds. One that makes words unknown to the text of words that it has
-   elsewhere costs more: nobody misspells a name twice alike. Where the edits near each other are
-   together likelier than no mistake, the best of them is kept.
+   mistakes says, are its log-odds. One that turns a name, or words that the text has elsewhere,
+   into words unknown to it costs more: nobody misspells a name twice alike. Where the edits near
+   each other are together likelier than no mistake, the best of them is kept.
 
 Proposals near a change race again, as a mistake beside it is easier to see then. Regions that are
 far apart share calls. Nothing else is changed: a text without doubtful tokens comes back byte for
@@ -25,9 +25,7 @@ byte. What was measured: results/proofreading.md.
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,67 +34,35 @@ import torch
 from support import abilities
 from support.arguments import check_tokenizer
 from support.calibration import calibrated
-from support.data.hf_tokenizer import CONTEXT
-from support.data.tokenizer import WORD
 from support.errors import UserError
 from support.infill.calls import call_size, logits_at
+from support.proofread.changes import Place
 from support.proofread.mistakes import Prior
+from support.proofread.races import REACH, Edit, Race, one_by_one, thirds
+from support.proofread.tokens import Cutter, Token, begins, finished, is_whole, numbered, text_of
+from support.proofread.words import LONGEST, WORD, Words, end_of, looks_like_a_name
 
 EVERY = 8  # every g-th token is masked to find doubtful ones,
 RUN_EVERY = 12  # and RUN tokens in a row, every so many
 RUN = 3
-REACH = 6  # tokens after an edit whose likelihood decides
 NEAR = 4  # tokens between edits that are accounts of one mistake
 RIVALS = 8  # tokens over which the edits of a race begin
-APART = 8  # tokens between regions that share a call
-WIDTH = 4  # texts of a race that are asked for at a time
-SLACK = 3.0  # nats that a rival may be behind the best
+APART = 6  # tokens between regions that share a call
+PRUNE = 5.0  # nats that a rival may be behind the best, as estimated by thirds,
+SLACK = 3.0  # and by the chain rule
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # Nats that proposals need of log p, alone or at the beginning of a run of masks. A substitution:
 # its gain alone, beyond its cost; a deletion: alone, and half of that of the run; a swap: of both
 # tokens alone, and of the run; an insertion: of the tokens before and after it alone, and of the
 # run after it, and of what would be there.
 SUBSTITUTE = -4.0
-DELETE = -5.0
+DELETE = -4.0
 SWAP = -10.0
-INSERT = -6.0
+INSERT = -5.0
 FILL = -1.5
-TWICE = 6.0  # more costs an edit of words that occur elsewhere to others that do not
+TWICE = 6.0  # more costs an edit of words that occur elsewhere, or of a name, to unknown ones
 MOST = 1 << 24  # logits that are held at a time
-PIECE = 1 << 16  # characters that are tokenized at a time
 DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")  # the same word twice
-COUNTED = re.compile(r"[^\W_]+")  # words: letters and digits,
-LONGEST = 64  # of at most so many characters,
-MOST_WORDS = 1 << 20  # and so many different ones
-
-
-class Change(NamedTuple):
-    """What proofreading changes in a text.
-
-    position: of the first character that is changed, from 0; line and column: the same, from 1
-    kind: substitution, insertion, deletion or swap; several near each other are a substitution
-    gain: nats by which the text becomes likelier, see `Proofreader.decide`
-    p_before, p_after: probability of the token that was there, and of the one that is there now,
-        masked with every g-th other one, as it was found; None if there is none, or several
-    """
-
-    position: int
-    line: int
-    column: int
-    kind: str
-    before: str
-    after: str
-    gain: float
-    p_before: float | None
-    p_after: float | None
-
-
-class Part(NamedTuple):
-    """A part of a text: what was there, what is there now, and the Change (None: it is kept)."""
-
-    before: str
-    after: str
-    change: Change | None = None
 
 
 class Fixed(NamedTuple):
@@ -126,220 +92,6 @@ def check_model(model, tokenizer):
         raise UserError(f"{what}; give one without, or one of --infill_share")
 
 
-# ---- Words of a text
-class Words:
-    """How often each word occurs in a text, which comes in pieces, in upper or lower case.
-
-    Memory is bounded: very long words are not counted, and of a million those that are rare.
-    """
-
-    def __init__(self, pieces: Iterable[str] = ()):
-        self.counts = Counter()
-        self.characters = 0  # of the text
-        self.last = ""  # a word that the next piece may go on with
-        for piece in pieces:
-            self.add(piece)
-
-    def add(self, piece):
-        self.characters += len(piece)
-        text = self.last + piece
-        self.last = end_of(text)
-        whole = text[: len(text) - len(self.last)]
-        self.counts.update(word for word in words_of(whole) if len(word) <= LONGEST)
-        self.last = self.last[: LONGEST + 1]
-        if len(self.counts) > MOST_WORDS:
-            self.counts = Counter(dict(self.counts.most_common(MOST_WORDS // 2)))
-
-    def __getitem__(self, word):
-        return self.counts[word] + (word == self.last.lower())
-
-    def has_elsewhere(self, words):
-        """Whether each of these words, which a place of the text has, occurs at another one too."""
-        return all(self[word] > n for word, n in Counter(words).items())
-
-
-def words_of(text):
-    return COUNTED.findall(text.lower())
-
-
-def end_of(text):
-    """The beginning of a word at the end of a text."""
-    n = len(text)
-    while n and text[n - 1].isalnum():
-        n -= 1
-    return text[n:]
-
-
-# ---- Tokens of a text that must come back byte for byte
-@dataclass
-class Token:
-    id: int  # [MASK]: a character that the model has never seen
-    own: bytes  # its text
-    lead: bytes = b""  # text before it that belongs to no token and stays
-    number: int | None = None  # in the file; None: inserted
-    is_changed: bool = False
-
-
-def without_returns(text):
-    """(the text with \\n for \\r\\n, the places of these \\n in it)"""
-    if "\r\n" not in text:
-        return text, set()
-    ends = np.cumsum([len(piece) + 1 for piece in text.split("\r\n")][:-1]) - 1
-    return text.replace("\r\n", "\n"), set(ends.tolist())
-
-
-def with_returns(text, start, stop, ends):
-    """text[start:stop] in bytes, with \\r\\n at the places `ends`."""
-    piece = text[start:stop]
-    if ends and "\n" in piece:
-        pairs = enumerate(piece, start)
-        piece = "".join("\r\n" if i in ends else c for i, c in pairs)
-    return piece.encode()
-
-
-class Cutter:
-    """Cuts a text into Tokens that join to its bytes. Line ends \\r\\n are shown as \\n.
-
-    Raises UserError for a tokenizer whose ids stand for no text.
-    """
-
-    def __init__(self, tokenizer):
-        if tokenizer.kind == "id":
-            what = "this model learned ids, whose text is not known"
-            raise UserError(f"{what}; --fix needs one that learned text")
-        self.tokenizer = tokenizer
-        self.mask = tokenizer.mask_id
-        self.by_character = tokenizer.kind in ("char", "byte")
-        self.keeps_returns = tokenizer.kind == "char" and "\r" in tokenizer.vocab
-        self.newline = b"\n"  # as the file ends its lines
-
-    def tokens(self, pieces: Iterable[str]) -> Iterator[Token]:
-        """Tokens of a text that comes in pieces."""
-        text = before = ""
-        for piece in itertools.chain(pieces, [None]):
-            text += piece or ""
-            n = len(text) if piece is None else self.ready(text)
-            yield from self.cut(text[:n], before)
-            before = (before + text[:n])[-CONTEXT:]
-            text = text[n:]
-
-    def ready(self, text):
-        """How many characters of a text can be cut into tokens before the next ones are known."""
-        if self.by_character:
-            return len(text) - text.endswith("\r")
-        spaces = (i for i in range(len(text) - 1, 0, -1) if text[i].isspace())
-        n = next((i for i in spaces if not text[i - 1].isspace()), 0)
-        return n if n or len(text) < PIECE else len(text) - text.endswith("\r")
-
-    def cut(self, text, before):
-        """Tokens of `text`, which goes on after `before`."""
-        ends = set()
-        if not self.keeps_returns:
-            text, ends = without_returns(text)
-            before = before.replace("\r\n", "\n")
-        if text and ends:
-            self.newline = b"\r\n"
-        elif "\n" in text:
-            self.newline = b"\n"
-        if self.tokenizer.kind == "char":
-            table = self.tokenizer.table
-            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-            ids = table[np.minimum(codes, len(table) - 1)]
-            for i, (c, id) in enumerate(zip(text, ids.tolist())):
-                own = b"\r\n" if i in ends else c.encode()
-                yield Token(id if id >= 0 else self.mask, own)
-        elif self.tokenizer.kind == "byte":
-            for i, c in enumerate(text):
-                for byte in c.encode():
-                    yield Token(byte, b"\r\n" if i in ends else bytes([byte]))
-        else:
-            yield from self.cut_words(text, before, ends)
-
-    def cut_words(self, text, before, ends):
-        """`cut` where tokens are longer than a character."""
-        end = last = 0
-        for id, start, stop in self.spans(text, before):
-            start = max(start, end)
-            last = max(stop, start)
-            lead = with_returns(text, end, start, ends)
-            yield Token(id, with_returns(text, start, last, ends), lead)
-            end = last
-        if end < len(text):
-            yield Token(self.mask, with_returns(text, end, len(text), ends))
-
-    def spans(self, text, before):
-        """Yield (id, start, stop) for the tokens of a text; ids that are no text are [MASK]."""
-        if self.tokenizer.kind == "word":
-            for match in WORD.finditer(text):
-                id = self.tokenizer.index.get(match[0])
-                # Other words are spelled in bytes, which are as many tokens without text.
-                ids = [id] if id is not None else match[0].encode()
-                stops = [match.start()] * (len(ids) - 1) + [match.end()]
-                starts = [match.start()] * len(ids)
-                yield from zip(ids, starts, stops)
-            return
-        library = self.tokenizer.library
-        special = {self.tokenizer.end_id, self.mask, library.unknown_id}
-        for id, start, stop in self.encoded(before + text):
-            if stop > len(before):
-                start = max(0, start - len(before))
-                yield (self.mask if id in special else id), start, stop - len(before)
-
-    def encoded(self, text):
-        """Yield (id, start, stop) for the tokens of the library; unknown words are [MASK]."""
-        try:
-            encoding = self.tokenizer.library.encoding(text)
-            yield from ((id, *span) for id, span in zip(encoding.ids, encoding.offsets))
-        except UserError:  # it refuses a text for one word: ask for each alone
-            for word in re.finditer(r"\w+|[^\w\s]", text):
-                try:
-                    encoding = self.tokenizer.library.encoding(word[0])
-                    spans = zip(encoding.ids, encoding.offsets)
-                except UserError:
-                    spans = [(self.mask, (0, len(word[0])))]
-                yield from ((id, word.start() + a, word.start() + b) for id, (a, b) in spans)
-
-    def written(self, id, token):
-        """The bytes of another token in the place of a Token (None: between two tokens)."""
-        if self.tokenizer.kind == "char":
-            text = self.tokenizer.vocab[id].encode()
-        elif self.tokenizer.kind == "byte":
-            text = bytes([id])
-        else:
-            text = self.tokenizer.piece(id).encode()
-            if token.lead[-1:].isspace():
-                text = text.removeprefix(b" ")
-        return self.newline if text == b"\n" else text
-
-    def characters(self):
-        """The text of each id, if all ids are characters, otherwise None."""
-        if self.tokenizer.kind == "char":
-            return self.tokenizer.vocab
-        return [chr(i) for i in range(256)] if self.tokenizer.kind == "byte" else None
-
-    def barred(self, vocab_size):
-        """(V,) bool: the ids that are not proposed, as they are no text, or no text alone."""
-        barred = torch.zeros(vocab_size, dtype=torch.bool)
-        if self.tokenizer.kind == "byte":
-            barred[128:] = True
-        elif self.tokenizer.kind == "word":
-            barred[:256] = True
-        elif not self.by_character:
-            special = {*self.tokenizer.special_ids().values(), self.tokenizer.library.unknown_id}
-            barred[[id for id in special if id is not None and id < vocab_size]] = True
-        for id in (self.tokenizer.end_id, self.mask):
-            if id is not None and id < vocab_size:
-                barred[id] = True
-        return barred
-
-    def reads_as(self, tokens):
-        """Whether the text of tokens, where a word was changed, has these ids."""
-        if self.by_character:
-            return True
-        shown = text_of(tokens).replace("\r\n", "\n")
-        return [id for id, _, _ in self.spans(shown, "")] == [token.id for token in tokens]
-
-
 # ---- What the network says
 class Answers(NamedTuple):
     """Of n masked positions: log p of the token that is asked for, and the best other one.
@@ -353,24 +105,6 @@ class Answers(NamedTuple):
 
 
 DTYPES = (torch.float64, torch.int64, torch.float64)  # of Answers
-
-
-class Edit(NamedTuple):
-    """tokens[start:stop] of a window become `ids`; cost: see mistakes.Prior."""
-
-    start: int
-    stop: int
-    ids: tuple
-    kind: str
-    cost: float = 0.0
-    single: float = 0.0  # gain at the token alone, log p(new) - log p(old), as doubt saw them
-    p_before: float | None = None
-    p_after: float | None = None
-    gain: float = -math.inf
-
-    @property
-    def growth(self):
-        return len(self.ids) - (self.stop - self.start)
 
 
 class Asker:
@@ -487,7 +221,9 @@ class Proofreader:
             ids = [token.id for token in window[: self.context - self.spare]]
             if near is None:
                 proposed = self.propose(ids, window, begin, min(end, len(ids)))
-            edits = self.decide(ids, [edit for edit in proposed if edit.stop <= len(ids)])
+            room = self.context - len(ids)
+            some = [e for e in proposed if e.stop <= len(ids) and e.growth <= room]
+            edits, ahead = self.decide(ids, some)
             if self.judged is not None:
                 last = len(window) - 1
                 self.judged += [(window[min(edit.start, last)].number, edit) for edit in edits]
@@ -495,7 +231,7 @@ class Proofreader:
             if not edits:
                 break
             window, end, near = self.apply(window, end, edits, made)
-            proposed = [edit for edit in moved(proposed, edits) if edit.start in near]
+            proposed = [edit for edit in moved(ahead, edits) if edit.start in near]
         return window, made
 
     # ---- 1. Doubt
@@ -586,21 +322,16 @@ class Proofreader:
 
     # ---- 3. Prune, and 4. decide
     def decide(self, ids, edits):
-        """The Edits that are not far behind the best of their place, with their gains.
+        """(the Edits that are not far behind the best of their place, with their gains, those that
+        were ahead of what is there)"""
+        races = self.race(ids, edits, thirds, PRUNE)
+        ahead = [edit for race in races for edit in race.ahead()]
+        left = [edit for race in races for edit in race.left()]
+        races = self.race(ids, left, one_by_one, SLACK)
+        return [edit for race in races for edit in race.left()], ahead
 
-        For a substitution the order of the chain rule in which the token comes last says the same
-        of a perfect network, `single`; the gain is the mean of both.
-        """
-        edits = self.race(ids, self.race(ids, edits, thirds), one_by_one)
-        return [
-            edit._replace(gain=(edit.gain + edit.single) / 2)
-            if edit.kind == "substitution"
-            else edit
-            for edit in edits
-        ]
-
-    def race(self, ids, edits, order):
-        """The Edits that are left in their races, with their gains."""
+    def race(self, ids, edits, order, slack):
+        """Races of Edits near each other, when they are decided."""
         places = []
         for edit in sorted(edits, key=lambda edit: edit.start):
             here = places[-1] if places else []
@@ -608,7 +339,7 @@ class Proofreader:
                 here.append(edit)
             else:
                 places.append([edit])
-        races = [Race(ids, place, self.mask, self.caution, order) for place in places]
+        races = [Race(ids, place, self.mask, self.caution, order, slack) for place in places]
         while steps := [(race, seen) for race in races for seen in race.next()]:
             rows, where = self.laid(ids, [(race.start, race.stop, seen) for race, seen in steps])
             asked = [
@@ -619,8 +350,8 @@ class Proofreader:
             ]
             rivals, *questions = zip(*asked)
             for rival, logp in zip(rivals, self.ask(rows, *questions).logp):
-                rival.score += logp
-        return [edit for race in races for edit in race.left()]
+                rival.logp += logp
+        return races
 
     # ---- What is kept
     def best_apart(self, window, edits):
@@ -648,18 +379,22 @@ class Proofreader:
         return sorted(kept, key=lambda edit: edit.start)
 
     def loses_known_words(self, window, edit):
-        """Whether an edit turns words that the text has elsewhere into some that it has not."""
-        before = end_of(text_of(window[max(0, edit.start - LONGEST) : edit.start]))
+        """Whether an edit turns words that the text has elsewhere, or a name, into unknown ones."""
+        left = text_of(window[max(0, edit.start - LONGEST) : edit.start])
+        before = end_of(left)
+        lead = left[: len(left) - len(before)].rstrip(" ")
         after = text_of(window[edit.stop : edit.stop + LONGEST])
-        after = after[: COUNTED.match(after).end() if COUNTED.match(after) else 0]
+        after = after[: WORD.match(after).end() if WORD.match(after) else 0]
         here = [window[edit.start : edit.stop], self.new_tokens(window, edit)]
-        old, new = (words_of(before + text_of(tokens) + after) for tokens in here)
-        while old and new and old[0] == new[0]:
+        old, new = (WORD.findall(before + text_of(tokens) + after) for tokens in here)
+        while old and new and old[0].lower() == new[0].lower():
             old, new = old[1:], new[1:]
-        while old and new and old[-1] == new[-1]:
+        while old and new and old[-1].lower() == new[-1].lower():
             old, new = old[:-1], new[:-1]
-        is_known = bool(old) and self.words.has_elsewhere(old)
-        return is_known and not all(map(self.words.__getitem__, new))
+        if all(self.words[word.lower()] for word in new):
+            return False
+        is_name = bool(old) and all(looks_like_a_name(words[0], lead) for words in (old, new))
+        return is_name or bool(old) and self.words.has_elsewhere([word.lower() for word in old])
 
     def is_readable(self, window, edit):
         """Whether the new text has the ids by which the edit was judged."""
@@ -699,37 +434,6 @@ class Proofreader:
         return window, end + shift, near
 
 
-# ---- Tokens and edits of a window
-def numbered(tokens):
-    """Tokens with their numbers."""
-    for number, token in enumerate(tokens):
-        token.number = number
-        yield token
-
-
-def is_whole(token):
-    """Whether a token is whole characters, so that another can take its place."""
-    return bool(token.own) and token.own.decode(errors="replace").encode() == token.own
-
-
-def text_of(tokens):
-    return b"".join(token.lead + token.own for token in tokens).decode(errors="replace")
-
-
-def begins(token):
-    """Whether no character goes on from the token before it."""
-    return not token.own or token.own[0] & 0xC0 != 0x80
-
-
-def finished(tokens, last):
-    """The tokens up to number `last`, with those that were changed after it; whole characters."""
-    for i, token in enumerate(tokens):
-        is_ahead = token.number is not None and token.number > last
-        if is_ahead and not token.is_changed and begins(token):
-            return tokens[:i]
-    return tokens
-
-
 def moved(edits, made):
     """Edits of the text after others were made; without those that touch them."""
     return [
@@ -738,146 +442,3 @@ def moved(edits, made):
         if all(edit.stop < other.start or other.stop < edit.start for other in made)
         for shift in [sum(other.growth for other in made if other.stop < edit.start)]
     ]
-
-
-# ---- Races
-def one_by_one(n):
-    """The chain rule: tokens that are asked for at a time, with all that were asked for known."""
-    return [[k] for k in range(n)]
-
-
-def thirds(n):
-    """The same for every third token at once, counted from the end, which rivals share."""
-    return [[k for k in range(n) if (n - 1 - k) % 3 == third] for third in (0, 2, 1)]
-
-
-class Rival:
-    """A text that may be meant in a place, and its likelihood so far.
-
-    edit: that makes it; None: what is there. score: log p of the tokens asked for, less the cost
-    steps: [(what the network sees of it, the tokens it is asked for), ...]
-    """
-
-    def __init__(self, edit, text, cost, order, mask):
-        self.edit = edit
-        self.text = text
-        self.cost = cost
-        self.score = -cost
-        self.done = 0
-        self.steps = []
-        seen = [mask] * len(text)
-        for some in order(len(text)):
-            some = [k for k in some if text[k] != mask]
-            if some:
-                self.steps.append((tuple(seen), some))
-            for k in some:
-                seen[k] = text[k]
-
-    def is_done(self):
-        return self.done == len(self.steps)
-
-    def go_on(self):
-        """Begin the next step; returns the tokens it asks for."""
-        self.done += 1
-        return self.steps[self.done - 1][1]
-
-
-class Race:
-    """Rival edits of a place, and no edit: each is asked for until it is certain to lose.
-
-    ids[start:stop] is the place. What is there is known first; then the best go on first.
-    """
-
-    def __init__(self, ids, edits, mask, caution, order):
-        start = self.start = edits[0].start
-        stop = self.stop = min(len(ids), max(edit.stop for edit in edits) + REACH)
-        self.rivals = [self.before] = [Rival(None, ids[start:stop], 0.0, order, mask)]
-        for edit in edits:
-            text = [*ids[start : edit.start], *edit.ids, *ids[edit.stop : stop]]
-            self.rivals.append(Rival(edit, text, edit.cost + caution, order, mask))
-
-    def next(self):
-        """What the network sees of the rivals that go on."""
-        if not self.before.done:
-            return [seen for seen, _ in self.before.steps]
-        best = max(rival.score for rival in self.rivals if rival.is_done())
-        is_near = [rival.score >= best - SLACK or not rival.edit for rival in self.rivals]
-        self.rivals = list(itertools.compress(self.rivals, is_near))
-        going = [rival for rival in self.rivals if not rival.is_done()]
-        going.sort(key=lambda rival: -rival.score)
-        return list(dict.fromkeys(rival.steps[rival.done][0] for rival in going))[:WIDTH]
-
-    def at(self, seen):
-        """The rivals that go on from there."""
-        return [r for r in self.rivals if not r.is_done() and r.steps[r.done][0] == seen]
-
-    def left(self):
-        """The Edits with their gains, beyond what is there."""
-        for rival in self.rivals:
-            if rival.edit:
-                gain = rival.score + rival.cost - self.before.score
-                yield rival.edit._replace(gain=gain)
-
-
-# ---- What was changed, and where
-class Place:
-    """Follows a text: its characters, lines and columns."""
-
-    def __init__(self):
-        self.position = 0
-        self.line = 1
-        self.column = 1
-
-    def after(self, text):
-        """Go on to the end of a text."""
-        self.position += len(text)
-        lines = text.count("\n")
-        self.line += lines
-        self.column = len(text) - text.rfind("\n") if lines else self.column + len(text)
-
-    def compare(self, original, done, edits):
-        """Parts of the `original` tokens of a window and of what is `done`; edits: with keys."""
-        parts = []
-        kept = b""
-        old = new = b""  # since the last token that was kept
-        at = 0
-        low = original[0].number - 1
-        for token in [*done, None]:
-            is_kept = token is None or not token.is_changed
-            if not is_kept:
-                new += token.lead + token.own
-                continue
-            number = original[-1].number + 1 if token is None else token.number
-            while at < len(original) and original[at].number < number:
-                old += original[at].lead + original[at].own
-                at += 1
-            if old != new:
-                if kept:
-                    parts.append(self.kept(kept))
-                    kept = b""
-                near = [edit for key, edit in edits if low < key < number]
-                parts.append(self.change(old.decode(), new.decode(), near))
-            else:
-                kept += old
-            old = new = b""
-            if token is not None:
-                kept += token.lead + token.own
-                at += 1
-                low = number
-        if kept:
-            parts.append(self.kept(kept))
-        return parts
-
-    def kept(self, text):
-        text = text.decode()
-        self.after(text)
-        return Part(text, text)
-
-    def change(self, before, after, edits):
-        """A Part that is changed; text that both have at their ends is not a part of the Change."""
-        only = edits[0] if len(edits) == 1 else Edit(0, 0, (), "substitution")
-        gain = sum(edit.gain for edit in edits)
-        where = (self.position, self.line, self.column)
-        self.after(before)
-        said = (only.kind, before, after, gain, only.p_before, only.p_after)
-        return Part(before, after, Change(*where, *said))

@@ -28,7 +28,7 @@ from support.calibration import temperature_of
 from support.errors import UserError
 from support.files import naming, read_json
 from support.infill.templates import Gap, parse, to_ids
-from support.proofread import mistakes, proofreader
+from support.proofread import mistakes, proofreader, races
 from support.terminal import warn
 from support.web.viewer import PAGE, HtmlRecorder, assemble, bundle, read_asset
 
@@ -167,9 +167,9 @@ def proofreading_settings(temperature=1.0):
 
     temperature: of the network, by which proofread.js divides its logits
     """
-    names = ("EVERY", "RUN_EVERY", "RUN", "REACH", "NEAR", "RIVALS", "APART", "WIDTH", "SLACK")
-    names += ("ROUNDS", "SUBSTITUTE", "DELETE", "SWAP", "INSERT", "FILL", "TWICE")
-    settings = {name: getattr(proofreader, name) for name in names}
+    names = ("EVERY", "RUN_EVERY", "RUN", "REACH", "NEAR", "RIVALS", "APART", "WIDTH", "PRUNE")
+    names += ("SLACK", "ROUNDS", "SUBSTITUTE", "DELETE", "SWAP", "INSERT", "FILL", "TWICE")
+    settings = {name: (vars(races) | vars(proofreader))[name] for name in names}
     cost = mistakes.Prior(None, 1).each
     settings |= dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())
     return settings | dict(temperature=temperature)

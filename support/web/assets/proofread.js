@@ -13,8 +13,8 @@ const span = (start, stop) => Array.from({length: Math.max(0, stop - start)}, (_
 const oneByOne = n => span(0, n).map(k => [k]);
 const thirds = n => [0, 2, 1].map(third => span(0, n).filter(k => (n - 1 - k) % 3 === third));
 
-// A text that may be meant in a place: what `edit` (null: nothing) makes of it. score: log p of what was asked for so far,
-// less the cost. steps: what the network sees of it, and the places it is asked for.
+// A text that may be meant in a place: what `edit` (null: nothing) makes of it. logp: of what was asked for so far.
+// steps: what the network sees of it, and the places it is asked for.
 function rivalOf(edit, text, cost, order, mask) {
   const steps = [], seen = text.map(() => mask);
   for (const places of order(text.length)) {
@@ -22,8 +22,11 @@ function rivalOf(edit, text, cost, order, mask) {
     if (some.length) steps.push({seen: [...seen], some});
     for (const k of some) seen[k] = text[k];
   }
-  return {edit, text, cost, score: -cost, done: 0, steps};
+  return {edit, text, cost, logp: 0, done: 0, steps};
 }
+// At most its log-likelihood, less its cost. A substitution gains the mean of the two orders of the chain rule.
+const scoreOf = ({edit, logp, cost}, before) =>
+  (edit?.kind === "substitution" ? (before.logp + logp + edit.single) / 2 : logp) - cost;
 const isDone = rival => rival.done === rival.steps.length;
 
 // Edits of the text after others were made; without those that touch them.
@@ -60,15 +63,21 @@ function wordsOf(text) {
   return counts;
 }
 
-// Whether an edit, `fresh` for `old` between two texts, turns words that a text has elsewhere into some that it has not.
+// Whether a word after other text is in capitals, or begins with one within a sentence.
+const looksLikeAName = (word, before) =>
+  word.length > 1 && /^\p{Lu}/u.test(word) && (word === word.toUpperCase() || /[\p{L}\p{N},]$/u.test(before));
+
+// Whether an edit, `fresh` for `old` between two texts, turns words that a text has elsewhere, or a name, into unknown ones.
 function losesKnownWords(counts, before, old, fresh, after) {
   const left = before.match(/[\p{L}\p{N}]*$/u)[0], right = after.match(/^[\p{L}\p{N}]*/u)[0];
-  let [were, are] = [old, fresh].map(middle => (left + middle + right).toLowerCase().match(WORD) ?? []);
-  while (were.length && are.length && were[0] === are[0]) [were, are] = [were.slice(1), are.slice(1)];
-  while (were.length && are.length && were.at(-1) === are.at(-1)) [were, are] = [were.slice(0, -1), are.slice(0, -1)];
-  const times = word => were.filter(other => other === word).length;
-  const areElsewhere = were.length && were.every(word => (counts.get(word) ?? 0) > times(word));
-  return areElsewhere && !are.every(word => counts.has(word));
+  const lead = before.slice(0, before.length - left.length).replace(/ +$/, ""), low = word => word?.toLowerCase();
+  let [were, are] = [old, fresh].map(middle => (left + middle + right).match(WORD) ?? []);
+  while (were.length && low(were[0]) === low(are[0])) [were, are] = [were.slice(1), are.slice(1)];
+  while (were.length && low(were.at(-1)) === low(are.at(-1))) [were, are] = [were.slice(0, -1), are.slice(0, -1)];
+  if (are.every(word => counts.has(low(word)))) return false;
+  const times = word => were.filter(other => low(other) === low(word)).length;
+  const isElsewhere = word => (counts.get(low(word)) ?? 0) > times(word);
+  return were.length > 0 && ([were, are].every(words => looksLikeAName(words[0], lead)) || were.every(isElsewhere));
 }
 
 // The parts of a text: `original` and what is `done`, both tokens. made: the edits between, as `correct` returns them.
@@ -108,7 +117,8 @@ function compare(original, done, made) {
 // the gain in nats. Characters that the model never saw are shown to it as [MASK], and stay. settings: the constants of
 // proofreader.py and the prior, from live_page.py; temperature: by which logits are divided.
 export async function* proofread(predict, text, vocab, context, settings) {
-  const {EVERY, RUN_EVERY, RUN, REACH, NEAR, RIVALS, APART, WIDTH, SLACK, ROUNDS, SUBSTITUTE, DELETE, SWAP, INSERT, FILL} = settings;
+  const {EVERY, RUN_EVERY, RUN, REACH, NEAR, RIVALS, APART, WIDTH, PRUNE, SLACK, ROUNDS,
+          SUBSTITUTE, DELETE, SWAP, INSERT, FILL} = settings;
   const {TWICE, temperature} = settings, counts = wordsOf(text);
   const prior = priorOf(vocab, settings);
   const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
@@ -189,32 +199,32 @@ export async function* proofread(predict, text, vocab, context, settings) {
   }
 
   // A place in which edits are rivals, and what is there, which is known first; then the best go on first.
-  function raceOf(ids, edits, order) {
+  function raceOf(ids, edits, order, slack) {
     const start = edits[0].start, stop = Math.min(ids.length, Math.max(...edits.map(edit => edit.stop)) + REACH);
     const before = rivalOf(null, ids.slice(start, stop), 0, order, mask);
     const rivals = [before, ...edits.map(edit => rivalOf(edit,
       [...ids.slice(start, edit.start), ...edit.ids, ...ids.slice(edit.stop, stop)], edit.cost, order, mask))];
-    return {start, stop, before, rivals};
+    return {start, stop, before, rivals, everyone: rivals, slack};
   }
 
   // What the network sees of the rivals that go on.
   function next(race) {
     if (!race.before.done) return race.before.steps.map(({seen}) => seen);
-    const best = Math.max(...race.rivals.filter(isDone).map(({score}) => score));
-    race.rivals = race.rivals.filter(rival => rival.score >= best - SLACK || !rival.edit);
-    const going = race.rivals.filter(rival => !isDone(rival)).sort((a, b) => b.score - a.score);
+    const score = rival => scoreOf(rival, race.before), best = Math.max(...race.rivals.filter(isDone).map(score));
+    race.rivals = race.rivals.filter(rival => score(rival) >= best - race.slack || !rival.edit);
+    const going = race.rivals.filter(rival => !isDone(rival)).sort((a, b) => score(b) - score(a));
     return [...new Map(going.map(({steps, done}) => [steps[done].seen.join(), steps[done].seen])).values()].slice(0, WIDTH);
   }
 
-  // 3. Prune: the edits that are left in their races, with their gains.
-  async function race(ids, edits, order) {
+  // 3. Prune: races of edits near each other, when they are decided.
+  async function race(ids, edits, order, slack) {
     const places = [];
     for (const edit of [...edits].sort(byStart)) {
       const here = places.at(-1);
       if (here && edit.start <= Math.min(here.at(-1).start + NEAR, here[0].start + RIVALS)) here.push(edit);
       else places.push([edit]);
     }
-    const races = places.map(place => raceOf(ids, place, order));
+    const races = places.map(place => raceOf(ids, place, order, slack));
     for (;;) {
       const steps = races.flatMap(each => next(each).map(seen => ({race: each, start: each.start, stop: each.stop, other: seen})));
       if (!steps.length) break;
@@ -224,16 +234,20 @@ export async function* proofread(predict, text, vocab, context, settings) {
         for (const rival of race.rivals.filter(each => !isDone(each) && each.steps[each.done].seen.join() === key))
           for (const k of rival.steps[rival.done++].some) questions.push({rival, row, at: at + k, id: rival.text[k]});
       }
-      for (const {rival, logp} of await ask(questions)) rival.score += logp;
+      for (const {rival, logp} of await ask(questions)) rival.logp += logp;
     }
-    return races.flatMap(({before, rivals}) => rivals.filter(rival => rival.edit)
-      .map(({edit, score, cost}) => ({...edit, gain: score + cost - before.score})));
+    return races;
   }
 
-  // 4. Decide: the edits with their gains, by the chain rule.
+  // 4. Decide, by the chain rule: {left, ahead}: the edits that are left with their gains, and those that were not seen to
+  // be less likely than what is there.
   async function decide(ids, edits) {
-    const left = await race(ids, await race(ids, edits, thirds), oneByOne);
-    return left.map(edit => edit.kind === "substitution" ? {...edit, gain: (edit.gain + edit.single) / 2} : edit);
+    const leftOf = races => races.flatMap(({before, rivals}) => rivals.filter(rival => rival.edit)
+      .map(rival => ({...rival.edit, gain: scoreOf(rival, before) + rival.cost - before.logp})));
+    const pruned = await race(ids, edits, thirds, PRUNE);
+    const ahead = pruned.flatMap(({before, everyone}) =>
+      everyone.filter(rival => rival.edit && scoreOf(rival, before) >= before.logp).map(({edit}) => edit));
+    return {left: leftOf(await race(ids, leftOf(pruned), oneByOne, SLACK)), ahead};
   }
 
   // The edits that are kept, the best first, without those near a better one. An edit is kept if it and the edits near
@@ -263,7 +277,9 @@ export async function* proofread(predict, text, vocab, context, settings) {
     for (let round = 0; round < ROUNDS; round++) {
       const ids = window.slice(0, context - spare).map(token => token.id);  // insertions may exceed it
       if (!near) proposed = await propose(ids, begin, Math.min(end, ids.length));
-      const edits = bestApart(window, await decide(ids, proposed.filter(edit => edit.stop <= ids.length)));
+      const fits = edit => edit.stop <= ids.length && growth(edit) <= context - ids.length;
+      const {left, ahead} = await decide(ids, proposed.filter(fits));
+      const edits = bestApart(window, left);
       if (!edits.length) break;
       let shift = 0;
       near = new Set();
@@ -279,7 +295,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
         shift += fresh.length - old.length;
       }
       end += shift;
-      proposed = moved(proposed, edits).filter(edit => near.has(edit.start));
+      proposed = moved(ahead, edits).filter(edit => near.has(edit.start));
     }
     return {window, made};
   }

@@ -1,11 +1,19 @@
-"""Draw pictures of results/ again, from the numbers that are kept there.
+"""Draw pictures of results/ again, and measure again what depends on the shipped weights.
 
 python studies/figures.py baseline results/baseline.png    # curves of three logs
 python studies/figures.py sampling results/sampling.png    # the first table of sampling.md
+python studies/figures.py --all --data=tinyshakespeare.txt --ar_dir=twin --results=figures
+
+--all runs MEASUREMENTS one after another, for all figures of README.md, docs/ and results/ that
+new weights would change, and writes what each prints into --results. It takes hours on two cores;
+started again, it goes on with what is missing. twin: an autoregressive network that judges samples
+(results/sampling.md says how it is trained).
 """
 
 import json
 import re
+import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,11 +26,38 @@ from support.errors import UserError
 from support.files import read_small
 from support.settings import Parser, first_line
 
-RESULTS = Path(__file__).parent.parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
 LOGS = {
     "autoregressive": "cpu_pair_ar.jsonl",
     "diffusion": "cpu_pair_mdlm.jsonl",
     "diffusion, larger, 115 minutes": "cpu_shakespeare_6900s_6x256.jsonl",
+}
+SINGLE = "--out_dir=weights/shakespeare"
+BOTH = "--out_dir=weights/shakespeare,weights/record"
+ROUNDED = "--dtype=bfloat16"
+MEASUREMENTS = {  # the file in --results -> a program and its arguments; {data}, {twin}
+    "likelihood": f"eval.py {SINGLE} --data={{data}} {ROUNDED}",
+    "likelihood_record": f"eval.py --out_dir=weights/record --data={{data}} {ROUNDED}",
+    "likelihood_both": f"eval.py {BOTH} --data={{data}} {ROUNDED}",
+    "likelihood_exact": f"eval.py {SINGLE} --data={{data}} --exact {ROUNDED}",
+    "predictions": f"eval.py {SINGLE} --text='To be, or not to be' --pictures={{results}}",
+    "infill": f"sample.py {SINGLE} --infill 'To be, or ███ to be' --candidates=4",
+    "infill_words": f"sample.py {SINGLE} --candidates=4 "
+    "--infill 'The [___|king|queen|duke|fool|cat] is dead!'",
+    "infill_length": f"sample.py {SINGLE} --infill 'To [___], or not to be' --candidates=5",
+    "text": f"sample.py {SINGLE} --seed=1",
+    "search": "studies/search.py --data={data} --results={results}/search.jsonl",
+    "regret": "studies/regret.py --data={data} --results={results}/regret.jsonl "
+    "--networks=weights/shakespeare,weights/record",
+    "lengths": f"studies/lengths.py {SINGLE} --data={{data}} --results={{results}}/lengths.jsonl",
+    "samples": f"bench.py sample {SINGLE} --ar_dir={{twin}} --data={{data}} {ROUNDED}",
+    "gaps": "studies/adaptive_calls.py --data={data} --gaps --num_samples=48 --steps=16,32 "
+    "--threshold=.9,.5 --entropy_bound=2",
+} | {
+    f"proofreading_{source}": f"studies/proofreading.py --data={{data}} --begin=53200 {ROUNDED} "
+    f"--characters=13200 --others=3300 --source={source} --json={{results}}/{source}.jsonl"
+    for source in ("keyboard", "random")
 }
 SAMPLERS = ("default", "sweep", "random order", "confidence")
 JUDGES = ("real text", "AR twin")
@@ -81,16 +116,50 @@ def draw_sampling(path):
 FIGURES = dict(baseline=draw_baseline, sampling=draw_sampling)
 
 
+def measure(options):
+    """Run MEASUREMENTS whose files are missing; returns how many failed."""
+    folder = Path(options.results)
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for name, command in MEASUREMENTS.items():
+        path = folder / f"{name}.txt"
+        if path.exists():
+            continue
+        where = dict(data=options.data, twin=options.ar_dir, results=options.results)
+        where = {key: shlex.quote(value) for key, value in where.items()}
+        command = command.format(**where)
+        print(f"{name}: python {command}", flush=True)
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            failed += 1
+            print(done.stderr[-2000:], file=sys.stderr)
+        else:
+            path.write_text(f"python {command}\n\n{done.stdout}", encoding="utf-8")
+    return failed
+
+
 def main(argv):
     parser = Parser(description=first_line(__doc__))
-    parser.add_argument("figure", help=" or ".join(FIGURES))
-    parser.add_argument("picture", help="PNG or SVG file to write")
-    args = parser.parse_args(argv)
-    if args.figure not in FIGURES:
-        raise UserError(f"{args.figure!r} is no figure; give {' or '.join(FIGURES)}")
-    outputs.check("PICTURE", args.picture)
-    plots.check_picture("PICTURE", args.picture)
-    FIGURES[args.figure](args.picture)
+    parser.add_argument("figure", nargs="?", choices=FIGURES)
+    parser.add_argument("picture", nargs="?", help="PNG or SVG file to write")
+    parser.add_argument("--all", action="store_true", help="run all measurements")
+    parser.add_argument("--data", help="the text that the weights have learned")
+    parser.add_argument("--ar_dir", help="an autoregressive network that judges samples")
+    parser.add_argument("--results", default="figures", help="folder for what they print")
+    options = parser.parse_args(argv)
+    if options.all:
+        if not (options.data and options.ar_dir):
+            raise UserError("--all needs --data=TEXT and --ar_dir=RUN")
+        for name in ("data", "ar_dir", "results"):
+            setattr(options, name, str(Path(getattr(options, name)).resolve()))
+        return int(measure(options) > 0)
+    if not options.picture:
+        raise UserError(f"give a figure ({' or '.join(FIGURES)}) and a picture, or --all")
+    outputs.check("PICTURE", options.picture)
+    plots.check_picture("PICTURE", options.picture)
+    FIGURES[options.figure](options.picture)
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python studies/fim.py --data=tinyshakespeare.txt --make=fim-data
     python mdlm.py --data=fim-data --objective=ar --out_dir=out-fim --block_size=256 --n_layer=8 \\
-        --n_embd=256 --n_head=4 --attention_every=3 --dropout=0.1 --batch_size=16 --time_limit=5000
+        --n_embd=256 --n_head=4 --attention_every=3 --dropout=0.1 --batch_size=16 --max_steps=1600
     python studies/fim.py --data=tinyshakespeare.txt --out_dir=out-fim --results=fim.jsonl
 
 --make: each window is an example of 256 tokens: the text after a gap, a mark, the text before it,

@@ -179,7 +179,7 @@ def test_the_prior_is_a_distribution_that_knows_the_keyboard():
     for table in (prior.wrong, torch.tensor(prior.slip, dtype=torch.float64)):
         assert torch.allclose(table.exp().sum(1), torch.ones(V).double())
     s, w, z, p, end = map(LETTERS.index, "swzp\n")
-    each = math.log(0.98 / 0.005)  # 2 % of mistakes in four kinds
+    each = math.log(0.92 / 0.02)  # 8 % of mistakes in four kinds
     assert prior.insertion() == prior.swap() == pytest.approx(each)
     beside = prior.substitution(wrong=w, right=s)  # s has six letters beside it
     assert beside == pytest.approx(each - math.log(0.5 / 6 + 0.5 / V))
@@ -259,9 +259,11 @@ def test_a_name_costs_more_to_change(text, right, is_kept):
     reader.words = Words([text])
     window = [Token(letters.index(c), c.encode()) for c in text]
     at = text.lower().index("oswin")
-    edit = Edit(at, at + 1, (letters.index(right),), "substitution", cost=8.0, gain=9.0)
+    edit = Edit(at, at + 1, (letters.index(right),), "substitution", 8.0, gain=9.0, logp=-1.0)
     assert (reader.best_apart(window, [edit]) == []) == is_kept
     assert reader.best_apart(window, [edit._replace(gain=15.0)]), "what is likelier than this"
+    unknown = edit._replace(gain=50.0, logp=-20.0)  # no name that the network knows either
+    assert (reader.best_apart(window, [unknown]) == []) == is_kept
 
 
 @given(st.text(" aB_é1-\n", max_size=60), st.integers(1, 9))

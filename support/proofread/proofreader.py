@@ -55,12 +55,13 @@ ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # its gain alone, beyond its cost; a deletion: alone, and half of that of the run; a swap: of both
 # tokens alone, and of the run; an insertion: of the tokens before and after it alone, and of the
 # run after it, and of what would be there.
-SUBSTITUTE = -4.0
+SUBSTITUTE = -2.5
 DELETE = -4.0
 SWAP = -10.0
 INSERT = -5.0
 FILL = -1.5
 TWICE = 6.0  # more costs an edit of words that occur elsewhere, or of a name, to unknown ones
+NAMED = -8.0  # log p of a region that is enough to turn a name into a word that is not in the text
 MOST = 1 << 24  # logits that are held at a time
 DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")  # the same word twice
 
@@ -363,8 +364,7 @@ class Proofreader:
         kept = []
         excess = {edit: edit.gain - edit.cost - self.caution for edit in edits}
         for edit in edits:
-            if self.loses_known_words(window, edit):
-                excess[edit] -= TWICE
+            excess[edit] -= self.cost_of_words(window, edit)
         starts = np.array([edit.start for edit in edits])
         odds = np.array(list(excess.values()))
         for edit in sorted(edits, key=lambda edit: (-excess[edit], edit.start)):
@@ -378,8 +378,8 @@ class Proofreader:
                 kept.append(edit)
         return sorted(kept, key=lambda edit: edit.start)
 
-    def loses_known_words(self, window, edit):
-        """Whether an edit turns words that the text has elsewhere, or a name, into unknown ones."""
+    def cost_of_words(self, window, edit):
+        """What more an edit costs that turns words of the text, or a name, into unknown ones."""
         left = text_of(window[max(0, edit.start - LONGEST) : edit.start])
         before = end_of(left)
         lead = left[: len(left) - len(before)].rstrip(" ")
@@ -391,10 +391,13 @@ class Proofreader:
             old, new = old[1:], new[1:]
         while old and new and old[-1].lower() == new[-1].lower():
             old, new = old[:-1], new[:-1]
-        if all(self.words[word.lower()] for word in new):
-            return False
-        is_name = bool(old) and all(looks_like_a_name(words[0], lead) for words in (old, new))
-        return is_name or bool(old) and self.words.has_elsewhere([word.lower() for word in old])
+        if not old or all(self.words[word.lower()] for word in new):
+            return 0.0
+        is_name = all(looks_like_a_name(words[0], lead) for words in (old, new))
+        if is_name and edit.logp < NAMED:
+            return math.inf
+        is_known = self.words.has_elsewhere([word.lower() for word in old])
+        return TWICE if is_name or is_known else 0.0
 
     def is_readable(self, window, edit):
         """Whether the new text has the ids by which the edit was judged."""

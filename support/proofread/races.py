@@ -19,6 +19,7 @@ class Edit(NamedTuple):
     p_before: float | None = None
     p_after: float | None = None
     gain: float = -math.inf
+    logp: float = -math.inf  # of the region with it, given all other tokens
 
     @property
     def growth(self):
@@ -117,4 +118,4 @@ class Race:
         for rival in self.rivals:
             if rival.edit:
                 gain = self.score(rival) + rival.cost - self.before.logp
-                yield rival.edit._replace(gain=gain)
+                yield rival.edit._replace(gain=gain, logp=rival.logp)

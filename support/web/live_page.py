@@ -168,7 +168,7 @@ def proofreading_settings(temperature=1.0):
     temperature: of the network, by which proofread.js divides its logits
     """
     names = ("EVERY", "RUN_EVERY", "RUN", "REACH", "NEAR", "RIVALS", "APART", "WIDTH", "PRUNE")
-    names += ("SLACK", "ROUNDS", "SUBSTITUTE", "DELETE", "SWAP", "INSERT", "FILL", "TWICE")
+    names += ("SLACK", "ROUNDS", "SUBSTITUTE", "DELETE", "SWAP", "INSERT", "FILL", "TWICE", "NAMED")
     settings = {name: (vars(races) | vars(proofreader))[name] for name in names}
     cost = mistakes.Prior(None, 1).each
     settings |= dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())

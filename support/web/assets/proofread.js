@@ -67,17 +67,20 @@ function wordsOf(text) {
 const looksLikeAName = (word, before) =>
   word.length > 1 && /^\p{Lu}/u.test(word) && (word === word.toUpperCase() || /[\p{L}\p{N},]$/u.test(before));
 
-// Whether an edit, `fresh` for `old` between two texts, turns words that a text has elsewhere, or a name, into unknown ones.
-function losesKnownWords(counts, before, old, fresh, after) {
+// What more an edit, `fresh` for `old` between two texts, costs that turns words of the text, or a name, into unknown ones.
+// logp: of its region
+function costOfWords(counts, before, old, fresh, after, logp, {TWICE, NAMED}) {
   const left = before.match(/[\p{L}\p{N}]*$/u)[0], right = after.match(/^[\p{L}\p{N}]*/u)[0];
   const lead = before.slice(0, before.length - left.length).replace(/ +$/, ""), low = word => word?.toLowerCase();
   let [were, are] = [old, fresh].map(middle => (left + middle + right).match(WORD) ?? []);
   while (were.length && low(were[0]) === low(are[0])) [were, are] = [were.slice(1), are.slice(1)];
   while (were.length && low(were.at(-1)) === low(are.at(-1))) [were, are] = [were.slice(0, -1), are.slice(0, -1)];
-  if (are.every(word => counts.has(low(word)))) return false;
+  if (!were.length || are.every(word => counts.has(low(word)))) return 0;
   const times = word => were.filter(other => low(other) === low(word)).length;
   const isElsewhere = word => (counts.get(low(word)) ?? 0) > times(word);
-  return were.length > 0 && ([were, are].every(words => looksLikeAName(words[0], lead)) || were.every(isElsewhere));
+  const isName = [were, are].every(words => looksLikeAName(words[0], lead));
+  if (isName && logp < NAMED) return Infinity;
+  return isName || were.every(isElsewhere) ? TWICE : 0;
 }
 
 // The parts of a text: `original` and what is `done`, both tokens. made: the edits between, as `correct` returns them.
@@ -119,7 +122,7 @@ function compare(original, done, made) {
 export async function* proofread(predict, text, vocab, context, settings) {
   const {EVERY, RUN_EVERY, RUN, REACH, NEAR, RIVALS, APART, WIDTH, PRUNE, SLACK, ROUNDS,
           SUBSTITUTE, DELETE, SWAP, INSERT, FILL} = settings;
-  const {TWICE, temperature} = settings, counts = wordsOf(text);
+  const {temperature} = settings, counts = wordsOf(text);
   const prior = priorOf(vocab, settings);
   const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
   const tokens = Array.from(text, (own, number) => ({own, number, id: ids.get(own) ?? mask}));
@@ -243,7 +246,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
   // be less likely than what is there.
   async function decide(ids, edits) {
     const leftOf = races => races.flatMap(({before, rivals}) => rivals.filter(rival => rival.edit)
-      .map(rival => ({...rival.edit, gain: scoreOf(rival, before) + rival.cost - before.logp})));
+      .map(rival => ({...rival.edit, gain: scoreOf(rival, before) + rival.cost - before.logp, logp: rival.logp})));
     const pruned = await race(ids, edits, thirds, PRUNE);
     const ahead = pruned.flatMap(({before, everyone}) =>
       everyone.filter(rival => rival.edit && scoreOf(rival, before) >= before.logp).map(({edit}) => edit));
@@ -254,16 +257,17 @@ export async function* proofread(predict, text, vocab, context, settings) {
   // it, each another account of the same mistake, are together likelier than no mistake.
   function bestApart(window, edits) {
     const textOf = (start, stop) => window.slice(Math.max(0, start), stop).map(token => token.own).join("");
-    const knownLost = new Set(edits.filter(({start, stop, ids, kind}) => {
+    const excess = new Map(edits.map(({start, stop, ids, kind, gain, cost, logp}, i) => {  // log-odds
       const old = textOf(start, stop);
       const fresh = kind === "swap" ? textOf(start + 1, stop) + textOf(start, start + 1) : ids.map(id => vocab[id]).join("");
-      return losesKnownWords(counts, textOf(start - LONGEST, start), old, fresh, textOf(stop, stop + LONGEST));
+      const around = [textOf(start - LONGEST, start), old, fresh, textOf(stop, stop + LONGEST)];
+      return [edits[i], gain - cost - costOfWords(counts, ...around, logp, settings)];
     }));
-    const excess = edit => edit.gain - edit.cost - (knownLost.has(edit) ? TWICE : 0), kept = [];  // log-odds
-    for (const edit of [...edits].sort((a, b) => excess(b) - excess(a) || byStart(a, b))) {
+    const kept = [], byExcess = (a, b) => excess.get(b) - excess.get(a) || byStart(a, b);
+    for (const edit of [...edits].sort(byExcess)) {
       const isFar = other => edit.start >= other.stop + REACH || other.start >= edit.stop + REACH;
       const accounts = edits.filter(other => Math.abs(other.start - edit.start) <= NEAR);
-      const odds = accounts.reduce((sum, other) => sum + Math.exp(excess(other)), 0);
+      const odds = accounts.reduce((sum, other) => sum + Math.exp(excess.get(other)), 0);
       if (odds > 1 && kept.every(isFar)) kept.push(edit);
     }
     return kept.sort(byStart);

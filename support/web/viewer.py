@@ -352,6 +352,8 @@ def certificate(facts, shows_p):
     seen = f"{facts['calls']} texts seen"
     if facts["bound"] is None:
         return f"all fills are listed; {seen}"
+    if not facts["proven"] and facts["bound"] > math.log(0.5):  # which says little
+        return f"not proven; {seen}"
     is_proven = "proven: any other" if facts["proven"] else "not proven: another"
     if shows_p:
         return f"{is_proven} has {math.exp(min(0, facts['bound'])):.2%} at most; {seen}"

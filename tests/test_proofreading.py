@@ -179,7 +179,7 @@ def test_the_prior_is_a_distribution_that_knows_the_keyboard():
     for table in (prior.wrong, torch.tensor(prior.slip, dtype=torch.float64)):
         assert torch.allclose(table.exp().sum(1), torch.ones(V).double())
     s, w, z, p, end = map(LETTERS.index, "swzp\n")
-    each = math.log(0.92 / 0.02)  # 8 % of mistakes in four kinds
+    each = math.log(0.95 / 0.0125)  # 5 % of mistakes in four kinds
     assert prior.insertion() == prior.swap() == pytest.approx(each)
     beside = prior.substitution(wrong=w, right=s)  # s has six letters beside it
     assert beside == pytest.approx(each - math.log(0.5 / 6 + 0.5 / V))

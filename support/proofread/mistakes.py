@@ -1,20 +1,20 @@
 """The prior of mistakes: how many there are, of which kinds, and what they leave in a text.
 
-    number              8 % of all characters, of each kind as many
+    number              5 % of all characters, of each kind as many
     a wrong character   half of them beside the right one on a keyboard, half any character
     one too many        half of them as one of the characters around it, or beside it; half any
     one missing, two swapped    any
 
-Only their number is fitted to a text: it is four times that of the texts with which it was chosen,
-as more mistakes are found then (results/proofreading.md). studies/proofreading.py gives the same
-prior, but for the number, to its 6-gram model.
+Only their number is fitted to a text: it is more than twice that of the text with which it was
+chosen, because more mistakes are found then (results/proofreading.md). studies/proofreading.py
+gives the same prior, but for the number, to its 6-gram model.
 """
 
 import math
 
 import torch
 
-RATE = 0.08
+RATE = 0.05
 KINDS = ("substitution", "insertion", "deletion", "swap")  # of what repairs a mistake
 BESIDE = 0.5  # of wrong and superfluous characters: for reasons of the keyboard
 ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # letters alone: keyboards differ in the rest

@@ -55,7 +55,7 @@ ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # its gain alone, beyond its cost; a deletion: alone, and half of that of the run; a swap: of both
 # tokens alone, and of the run; an insertion: of the tokens before and after it alone, and of the
 # run after it, and of what would be there.
-SUBSTITUTE = -2.5
+SUBSTITUTE = -3.0
 DELETE = -4.0
 SWAP = -10.0
 INSERT = -5.0

@@ -607,7 +607,6 @@ def test_gpu_script_goes_on_after_a_failure_and_says_what_it_left_out(tmp_path):
     [
         ("newton_schulz.py", "singular values"),
         ("residual.py", ""),
-        ("fused_backward.py", ""),
         ("gpu.py generate", "recorded"),
         ("gpu.py repeat", "equal to the bit: True"),
     ],

@@ -703,14 +703,15 @@ class Writer:
         """The filling.Filling that searches for the n likeliest fills of a template."""
 
         def draw(segments, n):
-            drawn = self.write(segments, n - 1, True)
-            if not abilities.is_causal(self.model):
-                # The likeliest token a call is nearer to the best fill than most draws are
-                # (results/infilling.md).
-                steps = sum(segment.size for segment in segments if segment.is_gap)
-                greedy = SamplerSettings(steps, order="max_prob", temperature=0.0, correct="0")
-                writer = Writer(self.model, self.tokenizer, resolve(greedy, self.model))
-                drawn += writer.write(segments, 1, True)
+            gaps = [segment for segment in segments if segment.is_gap]
+            if abilities.is_causal(self.model) or any(gap.pattern or gap.choices for gap in gaps):
+                return [one.ids for one in self.write(segments, n, True)]
+            # The surest token a call is nearer to the best fill than most draws are
+            # (results/infilling.md).
+            steps = sum(gap.size for gap in gaps)
+            greedy = SamplerSettings(steps, order="max_prob", temperature=0.0, correct="0")
+            surest = Writer(self.model, self.tokenizer, resolve(greedy, self.model))
+            drawn = self.write(segments, n - 1, True) + surest.write(segments, 1, True)
             return [one.ids for one in drawn]
 
         settings = (self.model, self.tokenizer, segments, n, max_gap, draw, update, deadline)

@@ -277,6 +277,22 @@ function logpOf(logits) {
   return logits.map(v => v - top - all);
 }
 
+// The ids at `open` of a text x: in each call the surest token, the likeliest of all positions.
+async function surestFill(predict, x, open, mask) {
+  const ids = [...x];
+  for (const _ of open) {
+    const [logits] = await predict([ids]);
+    const best = {logp: -Infinity};
+    for (const at of open.filter(at => ids[at] === mask)) {
+      const logp = logpOf(Float64Array.from(logits.subarray(at * mask, (at + 1) * mask)));
+      const id = logp.indexOf(Math.max(...logp));
+      if (logp[id] > best.logp) Object.assign(best, {logp: logp[id], at, id});
+    }
+    ids[best.at] = best.id;
+  }
+  return open.map(at => ids[at]);
+}
+
 // Find the n likeliest fills of a template: {fills, proven, bound, comparesLengths}, the best first. Of each fill, ids:
 // the text; given: the same with masks in the gaps; matches: the gaps that must match, as `plan` takes them; logp: by
 // which fills compete; p: of all fills of its length, given the text on both sides; frames: [position, id, p, []] of
@@ -294,9 +310,11 @@ export async function search(predict, segments, n, {mask, context, end, temperat
   const frames = shapes.map(shape => new Frame(shape, mask, isEndless, end));
   const toDraw = how && !isEndless ? frames.filter(({open}) => open.length > LONG) : [];
   for (const frame of toDraw) {
-    const rows = range(0, DRAWS).map(sample => plan(frame.x, sample, mask, {...how, matches: frame.matches}));
+    const {x, open, matches} = frame, draws = matches.length ? DRAWS : DRAWS - 1;
+    const rows = range(0, draws).map(sample => plan(x, sample, mask, {...how, matches}));
     for await (const _ of unmask(predict, rows, mask, how));
-    frame.only = rows.map(row => frame.open.map(at => row.ids[at]));
+    frame.only = rows.map(row => open.map(at => row.ids[at]));
+    if (!matches.length) frame.only.push(await surestFill(predict, x, open, mask));
   }
   if (frames.length > 1) for (const frame of frames) frame.start = -await afterGivenBefore(ask, frame);
   const found = await run(ask, new Search(frames, n), LIMIT);

@@ -113,6 +113,7 @@ class Search:
         self.frames = frames
         self.top = top
         self.queue = []
+        self.is_deepest_first = False
         self.found = {}  # text -> [rank of its likeliest ids, p of all of them, Fill]
         self.worst = (math.inf,)  # the rank of the top-th text
         self.passed = math.inf  # the least cost of what was given up
@@ -129,9 +130,13 @@ class Search:
     def push(self, node):
         """Add a Node. The queue is ordered by what a complete fill will cost, by a guess, so that
         good fills are complete early; what proves a list is `least`."""
+        heapq.heappush(self.queue, self.entry(node))
+
+    def entry(self, node):
         left = node.fill.count(OPEN) - (1 if node.skip else 0)
         estimate = node.least + self.frames[node.frame].typical * left
-        heapq.heappush(self.queue, (estimate, node.frame, node.path, node.skip, node))
+        first = (node.fill.count(OPEN), node.least) if self.is_deepest_first else (estimate,)
+        return first, node.frame, node.path, node.skip, node
 
     def take(self):
         """The next Node to expand, or None: then the list is proven."""
@@ -142,12 +147,11 @@ class Search:
             self.passed = min(self.passed, node.least)
         return None
 
-    def deepest(self):
-        """The Node with the fewest open positions, taken from the queue."""
-        place = min(self.queue, key=lambda one: (one[-1].fill.count(OPEN), one[-1].rank))
-        self.queue.remove(place)
+    def sort(self, deepest_first):
+        """Order the queue as `push` says, or so that the fewest open positions come first."""
+        self.is_deepest_first = deepest_first
+        self.queue = [self.entry(node) for *_, node in self.queue]
         heapq.heapify(self.queue)
-        return place[-1]
 
     def ask_about(self, node):
         """(itself, a Node, ids, places): what the network is asked to expand it."""
@@ -280,10 +284,14 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
             search.expand(node, places, logp)
             update(search)
     for search in searches:
+        if search.fills:
+            continue
+        search.sort(deepest_first=True)
         while not search.fills and search.queue:
-            item = search.ask_about(search.deepest())
+            item = search.ask_about(heapq.heappop(search.queue)[-1])
             search.expand(item[1], item[3], *ask(model, [item]))
             update(search)
+        search.sort(deepest_first=False)
 
 
 def next_batch(model, waiting, limit):

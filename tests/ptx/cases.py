@@ -84,10 +84,11 @@ def compare(ours, reference, inputs, grad, more, names):
 
 
 def attention(dtype, g, B, T, H, D, seen, norm, rotation):
+    """With a single head, on sm_90, the backward of one kernel; otherwise that of two."""
     from support import kernels
-
-    sys.modules["support.kernels.attention"].FUSED_T = 256
     from support.kernels.reference import block_spans
+
+    sys.modules["support.kernels.attention"].FUSED_T = 256 if H == 1 else 0
 
     qkv = (1.5 * torch.randn(B, T, 3, H, D, generator=g)).to(dtype)
     grad = torch.randn(B, T, H, D, generator=g).to(dtype)
@@ -372,6 +373,7 @@ def calls():
         size = "slow" if D == 64 else "all"
         whole = D == 64  # with norm and rotation, as models have them
         yield "attention", f"D={D} even T", (1, 256, 2, D, None, whole, whole), "slow"
+        yield "attention", f"D={D} even T, one head", (1, 256, 1, D, None, whole, whole), size
         yield "attention", f"D={D} odd T", (2, odd, 1, D, None, True, True), size
         when = "quick" if D == 64 else "all"  # on sm_90, the backward of one kernel
         yield "attention", f"D={D} odd T, short", (1, 43, 1, D, None, False, False), when

@@ -35,6 +35,7 @@ import mdlm
 from studies import search as study
 from support.data.sources import write_meta
 from support.data.tokenizer import Tokenizer
+from support.errors import UserError
 from support.settings import Count, Natural, Reads, Writes, parse
 
 T = 256  # tokens of an example
@@ -130,6 +131,8 @@ def measure(options, text):
 
 def main(argv):
     options = Options(**parse(Options, argv, __doc__))
+    if not options.data:
+        raise UserError("--data is missing; give the text that the model has learned")
     text = Path(options.data).read_text(encoding="utf-8")
     make(options, text) if options.make else measure(options, text)
     return 0

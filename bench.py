@@ -19,9 +19,9 @@ it is the fraction of the time of all kernels. `speed_up` is relative to PyTorch
 compiled for training steps.
 """
 
-from support import cli, settings, terminal
+from nanomdlm.support.cli import entry, settings, terminal
 
-cli.start(__name__)
+entry.start(__name__)
 
 import contextlib
 import gc
@@ -43,15 +43,15 @@ import numpy as np
 import torch
 
 import mdlm
+from nanomdlm.support.cli import devices, outputs
+from nanomdlm.support.cli.files import naming, to_json
+from nanomdlm.support.cli.settings import Amount, Count, Reads, Seed, Writes
+from nanomdlm.support.data import sources
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import compiling, graphs, plots, ranks
+from nanomdlm.support.run.optimizers import average_to_compile, update
+from nanomdlm.support.run.run import run_eagerly
 from studies import frontier, peers, proven
-from support import devices, outputs, plots, ranks
-from support.data import sources
-from support.errors import UserError
-from support.files import naming, to_json
-from support.settings import Amount, Count, Reads, Seed, Writes
-from support.training import compiling, graphs
-from support.training.optimizers import average_to_compile, update
-from support.training.run import run_eagerly
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
@@ -600,4 +600,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

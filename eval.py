@@ -10,9 +10,9 @@
 Pictures of a run go into its folder. On a CPU the same command gives the same bits.
 """
 
-from support import cli, environment, terminal
+from nanomdlm.support.cli import entry, environment, terminal
 
-cli.start(__name__)
+entry.start(__name__)
 
 import contextlib
 import dataclasses
@@ -27,16 +27,11 @@ from typing import Annotated, Literal
 import torch
 
 import mdlm
-from support import abilities, calibration, comparing, numerics, outputs, plots, progress
-from support.data import sources, texts
-from support.data.texts import prepare
-from support.devices import pick_device
-from support.ensemble import read_newest
-from support.errors import UserError
-from support.files import naming, to_json
-from support.infill.calls import checked, group_size, to_context
-from support.infill.likelihood import chain_rule
-from support.settings import (
+from nanomdlm.support import abilities, numerics
+from nanomdlm.support.cli import outputs, progress
+from nanomdlm.support.cli.devices import pick_device
+from nanomdlm.support.cli.files import naming, to_json
+from nanomdlm.support.cli.settings import (
     READS,
     Bounds,
     Count,
@@ -49,9 +44,15 @@ from support.settings import (
     names_of,
     parse,
 )
-from support.training import checkpoint, scores
-from support.training.checkpoint import SHIPPED, default_run, read_state
-from support.web import viewer
+from nanomdlm.support.data import sources, texts
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.ensemble import read_newest
+from nanomdlm.support.infill.likelihood import chain_rule
+from nanomdlm.support.infill.model_calls import checked, group_size, to_context
+from nanomdlm.support.run import calibration, checkpoint, checkpoint_score, comparing, plots
+from nanomdlm.support.run.checkpoint import SHIPPED, default_run, read_state
+from nanomdlm.support.web import viewer
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
 
@@ -304,7 +305,7 @@ def evaluation(options):
         )
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
-    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     temperature = options.temperature or calibration.temperature_of(model)
     r = dict(checkpoint=",".join(map(str, folders)), temperature=temperature, data=source)
     r["calibrated"] = not options.temperature and temperature != 1
@@ -362,7 +363,7 @@ def calibrate(options):
         if is_own:
             raise
         terminal.warn(f"{e}: so whether {folder} learned {path} is not known")
-    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     temperature = calibration.fit(model, windows, options.passes)
     source = f"{Path(path).name}, {len(windows)} windows of {config.block_size}"
     found = dict(temperature=temperature, source=source)
@@ -435,7 +436,7 @@ def show_text(options):
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
-    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     model = calibration.calibrated(model)
     x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
     is_text = torch.arange(x0.shape[1], device=device)[None] < n
@@ -476,4 +477,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -13,9 +13,9 @@ Node.js. small is a checkpoint without the optimizer's state, in half of the siz
 programs here read it, and --init_from.
 """
 
-from support import cli, environment
+from nanomdlm.support.cli import entry, environment
 
-cli.start(__name__)
+entry.start(__name__)
 
 import contextlib
 import inspect
@@ -34,30 +34,31 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 import sample
-from support import abilities, files, lora, outputs, plots
-from support.data import tokenizer_json
-from support.data.hf_tokenizer import explained
-from support.errors import UserError
-from support.kernels import reference
-from support.pretrained import CAUSAL, NEVER_DRAWN
-from support.settings import Reads, Writes, names_of, parse
-from support.training import config as run_config
-from support.training import scores
-from support.training.checkpoint import (
+from nanomdlm.kernels import reference
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import files, outputs
+from nanomdlm.support.cli.settings import Reads, Writes, names_of, parse
+from nanomdlm.support.data import tokenizer_json
+from nanomdlm.support.data.hf_tokenizer import explained
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.export import FOLDER
+from nanomdlm.support.networks import lora
+from nanomdlm.support.networks.pretrained import CAUSAL, NEVER_DRAWN
+from nanomdlm.support.run import checkpoint_score, plots
+from nanomdlm.support.run import config as run_config
+from nanomdlm.support.run.checkpoint import (
     default_run,
     is_export,
     read_newest,
     saved_buffers,
     without_state,
 )
-from support.view import View
-from support.web import live_page
-from variants import positions, time_conditioning
-from variants.documents import view_of_documents
+from nanomdlm.support.view import View
+from nanomdlm.support.web import live_page
+from nanomdlm.variants import positions, time_conditioning
+from nanomdlm.variants.documents import view_of_documents
 
-SUPPORT = Path(__file__).parent / "support"
-TEMPLATE = SUPPORT / "modeling_mdlm.py"
-# Two lines of TEMPLATE.
+# Two lines of support/export/modeling_mdlm.py.
 PLACE = "Model = View = view_of_documents = masked_fraction = rotary_tables = None\n"
 PLACE += "attention_ref = norm_conv_ref = told_rate = with_positions = None\n"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_fraction]
@@ -194,7 +195,7 @@ def card(folder, model, tokenizer, config, name):
             trust = ", trust_remote_code=True"
             fields |= dict(trust=trust, loads="its *.py files are those of the model before")
         fields["end"] = end.replace("tokenizer.eos_token_id", str(tokenizer.end_id))
-    return (SUPPORT / form).read_text(encoding="utf-8").format(**fields)
+    return (FOLDER / form).read_text(encoding="utf-8").format(**fields)
 
 
 # ---- Networks of Hugging Face, as that library has them
@@ -322,7 +323,7 @@ def contents_of(folder, model, tokenizer, config, options):
     for key in {"model.embed.weight", "model.head.weight"} & weights.keys():  # a row for each id
         weights[key] = F.pad(weights[key], (0, 0, 0, V + 2 - len(weights[key])))
     source = "\n\n\n".join(map(inspect.getsource, SOURCES))
-    before, _, after = TEMPLATE.read_text(encoding="utf-8").partition(PLACE)
+    before, _, after = (FOLDER / "modeling_mdlm.py").read_text(encoding="utf-8").partition(PLACE)
     contents = {
         "config.json": json.dumps(settings, indent=1),
         "tokenizer.json": tokenizer_json.dumps(tokens),
@@ -367,7 +368,7 @@ def main(argv):
         contents = of_kind(folder, *loaded, options)
         hint = "load it as its README.md says"
     _, tokenizer, config = loaded
-    scores.introduce([folder], config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce([folder], config, tokenizer.vocab_size, options.out_dir)
     with files.naming(dest), files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)
@@ -378,4 +379,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -10,9 +10,11 @@ Shi et al., 2406.04329; Ou et al., 2406.03736). Read this file from top to botto
 diffusion is in support/. sample.py has a better sampler.
 """
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-PROCESS_START = cli.start(__name__)  # --time_limit and the log's seconds include the imports below
+PROCESS_START = entry.start(
+    __name__
+)  # --time_limit and the log's seconds include the imports below
 
 import dataclasses
 import functools
@@ -27,17 +29,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import variants
-from support import devices, ensemble, numerics, ranks
-from support.arguments import check_evaluation, check_reversing, to_view
-from support.data.sources import SourceSettings
-from support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
-from support.devices import select_kernels, to_device
-from support.evaluation import add_up, eval_mode, stratified_counts, summary
-from support.kernels.reference import rotary_tables  # kernels/reference.py
-from support.networks import NetworkSettings, open_network
-from support.numerics import Dropout, generator
-from support.settings import (
+from nanomdlm import variants
+from nanomdlm.kernels.reference import rotary_tables  # kernels/reference.py
+from nanomdlm.support import numerics
+from nanomdlm.support.cli import devices
+from nanomdlm.support.cli.arguments import check_evaluation, check_reversing, to_view
+from nanomdlm.support.cli.devices import select_kernels, to_device
+from nanomdlm.support.cli.networks import NetworkSettings, open_network
+from nanomdlm.support.cli.settings import (
     NO_LIMIT,
     Amount,
     BelowOne,
@@ -49,14 +48,19 @@ from support.settings import (
     UpToHalf,
     Writes,
 )
-from support.training import checkpoint, compiling, shards
-from support.training import config as run_config
-from support.training.checkpoint import save as save  # for callers: mdlm.save
-from support.training.log import to_preview
-from support.training.optimizers import clip, make_optimizers, set_rates, update
-from support.training.run import Engine, Run
-from support.training.session import open_session
-from support.view import Batch, View, masked_rows
+from nanomdlm.support.data.sources import SourceSettings
+from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
+from nanomdlm.support.infill import ensemble
+from nanomdlm.support.numerics import Dropout, generator
+from nanomdlm.support.run import checkpoint, compiling, ranks, shards
+from nanomdlm.support.run import config as run_config
+from nanomdlm.support.run.checkpoint import save as save  # for callers: mdlm.save
+from nanomdlm.support.run.evaluation import add_up, eval_mode, stratified_counts, summary
+from nanomdlm.support.run.log import to_preview
+from nanomdlm.support.run.optimizers import clip, make_optimizers, set_rates, update
+from nanomdlm.support.run.run import Engine, Run
+from nanomdlm.support.run.session import open_session
+from nanomdlm.support.view import Batch, View, masked_rows
 
 
 # ---- Settings: a line each; the command line, --help and config.json all come from them
@@ -245,7 +249,7 @@ class Layer(nn.Module):
 
     def before_mlp(self, x, cos, sin, view, ops):
         """Attention; returns the residual stream and the input of the MLP. A method of its own, so
-        that the halves of a layer can be compiled apart (support/training/compiling.py)."""
+        that the halves of a layer can be compiled apart (support/run/compiling.py)."""
         B, T, C = x.shape
         if self.qkv is not None:
             h = self.norm_attention(x, view, ops)
@@ -443,7 +447,7 @@ class MaskedDiffusion:
 #
 # A Run has the model, its corpus and optimizers, and an engine, which says how a step is computed:
 # engine.network is the model as it is trained (compiled, in DDP), and engine.call(f, run) calls
-# f(run), or on a GPU replays it as a CUDA graph (support/training/run.py).
+# f(run), or on a GPU replays it as a CUDA graph (support/run/run.py).
 def draw_batch(run, step, margin_scale, samples):
     """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
     the step's batch, of all ranks and micro-batches. After this there is no host sync."""
@@ -600,7 +604,7 @@ def evaluate(
     return summary(ranks.all_reduce(sums), counts, scored.cpu(), is_exact)
 
 
-# ---- Build and load (support/training/checkpoint.py keeps checkpoints intact)
+# ---- Build and load (support/run/checkpoint.py keeps checkpoints intact)
 def make_model(
     config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, pretrained=None
 ):
@@ -773,6 +777,6 @@ def main(argv, start=None):
 
 
 if __name__ == "__main__":
-    with cli.program() as end:
+    with entry.program() as end:
         end.code = main(sys.argv[1:], PROCESS_START)
     sys.exit(end.code)

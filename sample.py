@@ -13,9 +13,9 @@ that were drawn, and draw them again beside all the others. What is drawn in one
 where tokens hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
 """
 
-from support import cli, terminal
+from nanomdlm.support.cli import entry, terminal
 
-cli.start(__name__)
+entry.start(__name__)
 
 import contextlib
 import hashlib
@@ -34,22 +34,11 @@ import torch
 import torch.nn.functional as F
 
 import mdlm
-from support import abilities, arguments, doors, outputs, progress
-from support.data.tokenizer import Tokenizer, tokenizer_from_json
-from support.devices import pick_device
-from support.ensemble import read_newest
-from support.errors import NoEffect, UserError
-from support.infill import adaptive, filling, templates
-from support.infill.calls import Memo, device_of, end_documents, group_size, groups, predict
-from support.infill.filling import Candidates
-from support.infill.probabilities import TokenLogprob, as_json, note_draws, token_logprobs
-from support.infill.probabilities import logprobs as logprobs
-from support.infill.probabilities import score as score
-from support.infill.templates import Gap, joined, of_prompt, parse, to_ids, to_texts
-from support.infill.templates import matching as matching
-from support.kernels.reference import philox_words
-from support.numerics import draw, reversed_bits, top2_margin, topk_mask
-from support.settings import (
+from nanomdlm.kernels.reference import philox_words
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import arguments, outputs, products, progress
+from nanomdlm.support.cli.devices import pick_device
+from nanomdlm.support.cli.settings import (
     Amount,
     Bounds,
     Context,
@@ -65,11 +54,35 @@ from support.settings import (
     plain,
     shown,
 )
-from support.settings import check as check_settings
-from support.settings import parse as parse_settings
-from support.training import scores
-from support.training.checkpoint import default_run, find_checkpoint
-from support.web import viewer
+from nanomdlm.support.cli.settings import check as check_settings
+from nanomdlm.support.cli.settings import parse as parse_settings
+from nanomdlm.support.data.tokenizer import Tokenizer, tokenizer_from_json
+from nanomdlm.support.errors import NoEffect, UserError
+from nanomdlm.support.infill import adaptive, filling, templates
+from nanomdlm.support.infill.ensemble import read_newest
+from nanomdlm.support.infill.filling import Candidates
+from nanomdlm.support.infill.model_calls import (
+    Memo,
+    device_of,
+    end_documents,
+    group_size,
+    groups,
+    predict,
+)
+from nanomdlm.support.infill.probabilities import (
+    TokenLogprob,
+    as_json,
+    note_draws,
+    token_logprobs,
+)
+from nanomdlm.support.infill.probabilities import logprobs as logprobs
+from nanomdlm.support.infill.probabilities import score as score
+from nanomdlm.support.infill.templates import Gap, joined, of_prompt, parse, to_ids, to_texts
+from nanomdlm.support.infill.templates import matching as matching
+from nanomdlm.support.numerics import draw, reversed_bits, top2_margin, topk_mask
+from nanomdlm.support.run import checkpoint_score
+from nanomdlm.support.run.checkpoint import default_run, find_checkpoint
+from nanomdlm.support.web import viewer
 
 DOUBT_PER_CALL = (
     0.3  # nats of doubt that a token gains with each call after its own (results/sampling.md)
@@ -437,7 +450,7 @@ def constraints_of(model, x, matches, end_id):
     """What take_steps needs of gaps that must match: (drawing.Constraints, a function to draw)."""
     if not matches:
         return ()
-    return doors.drawing().everywhere(model, x, matches, end_id)
+    return products.drawing().everywhere(model, x, matches, end_id)
 
 
 @torch.no_grad()
@@ -488,7 +501,7 @@ def take_steps(
                 continue
             asked = drawn
             if constraints and not abilities.is_causal(model):
-                asked = doors.drawing().ask_ahead(
+                asked = products.drawing().ask_ahead(
                     constraints, drawn, chunk.gaps & (text == mask), chunk.at
                 )
             # 2. Draw there: the network sees all of it masked.
@@ -501,7 +514,7 @@ def take_steps(
             if constraints:
                 is_ahead_known = not abilities.is_causal(model)
                 asking = (asked, chunk.at, is_ahead_known)
-                draw_matching = doors.drawing().draw_matching
+                draw_matching = products.drawing().draw_matching
                 draw_matching(constraints, x, *asking, logits, u[asked], rule, token, logp)
                 token, logp = token[drawn[asked]], logp[drawn[asked]]
             # 3. Keep it; if the order had to wait for the network, the best of it.
@@ -618,7 +631,7 @@ class Rows:
         self.may_draw = dict(end_id=tokenizer.end_id) if ends else dict(forbid=[tokenizer.end_id])
         self.may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), self.x)
         if any(segment.is_gap and segment.pattern for segment in segments):
-            constraints = doors.drawing().by_row([segments] * len(samples))
+            constraints = products.drawing().by_row([segments] * len(samples))
             self.may_draw["constraints"] = constraints
 
     def chunks(self):
@@ -826,7 +839,7 @@ def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0
     """
     limits = TextFlags(caution=caution)
     check_settings(limits)
-    return doors.proofreading().fix(model, tokenizer, arguments.check_text(text), limits.caution)
+    return products.proofreading().fix(model, tokenizer, arguments.check_text(text), limits.caution)
 
 
 # ---- The command line
@@ -885,7 +898,7 @@ def check(options, given):
     if options.html or options.json:
         outputs.check_all(replace(options, output=""), **stdin)
     if options.output:
-        doors.proofreading_of_files().check_output(options)
+        products.proofreading_of_files().check_output(options)
     for name in ("output", "caution"):
         if name in given and not options.fix:
             raise UserError(f"--{name} needs a text to proofread; give --fix")
@@ -1015,13 +1028,13 @@ def segments_of(template, writer, options, is_drawn):
 
 def compare(options, given, model, tokenizer, folders):
     """--compare: texts with each value of a setting, and a table of them."""
-    words = doors.word_statistics()
+    words = products.word_statistics()
     variants = words.variants(options, given, SETTINGS, partial(resolve, model=model))
     writer = Writer(model, tokenizer, resolve(options, model))
     segments = segments_of(options.infill or None, writer, options, True)
     if templates.has_open(segments):
         raise UserError("--compare needs gaps of known lengths; write █ for each token")
-    scores.introduce(folders, model.config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, model.config, tokenizer.vocab_size, options.out_dir)
     statistics = words.WordStatistics(words.training_text(folders[0], tokenizer, model.config))
 
     def fill(settings, pages):
@@ -1064,7 +1077,7 @@ def main(argv):
     check(options, given)
     model, tokenizer, config, folders, options = load(options, given)
     if options.fix:
-        return doors.proofreading_of_files().fix_file(options, model, tokenizer, folders, config)
+        return products.proofreading_of_files().fix_file(options, model, tokenizer, folders, config)
     if options.compare:
         return compare(options, given, model, tokenizer, folders)
     options = resolve(options, model)  # refuses what the model cannot follow, before reading
@@ -1078,7 +1091,7 @@ def main(argv):
         todo = templates.parse_all(options.infill, options.batch, to_segments)
     else:
         todo = [(None, to_segments(None))]
-    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     if options.batch:
         opened, todo = open_batch(options, todo, folders)
     else:
@@ -1103,4 +1116,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

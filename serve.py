@@ -9,9 +9,9 @@ gives, whatever else is computed. docs/serving.md says what each field means for
 everywhere at once. Needs the packages starlette, uvicorn and greenlet.
 """
 
-from support import cli, terminal
+from nanomdlm.support.cli import entry, terminal
 
-cli.start(__name__)
+entry.start(__name__)
 
 import asyncio
 import bisect
@@ -32,12 +32,15 @@ import torch
 
 import mdlm
 import sample
-from support import abilities, environment
-from support.devices import pick_device
-from support.ensemble import read_newest
-from support.errors import UserError
-from support.infill import templates
-from support.infill.templates import (
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import environment
+from nanomdlm.support.cli.devices import pick_device
+from nanomdlm.support.cli.settings import Bounds, Context, Reads, names_of, shown
+from nanomdlm.support.cli.settings import parse as parse_settings
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import templates
+from nanomdlm.support.infill.ensemble import read_newest
+from nanomdlm.support.infill.templates import (
     Gap,
     encode_segments,
     joined,
@@ -47,14 +50,12 @@ from support.infill.templates import (
     to_ids,
     to_texts,
 )
-from support.serving import app, completions, engine
-from support.serving.completions import Invalid, Text
-from support.settings import Bounds, Context, Reads, names_of, shown
-from support.settings import parse as parse_settings
-from support.training import scores
-from support.training.checkpoint import default_run
-from support.web.served_page import page
-from support.web.viewer import HtmlRecorder
+from nanomdlm.support.run import checkpoint_score
+from nanomdlm.support.run.checkpoint import default_run
+from nanomdlm.support.serving import app, completions, engine
+from nanomdlm.support.serving.completions import Invalid, Text
+from nanomdlm.support.web.served_page import page
+from nanomdlm.support.web.viewer import HtmlRecorder
 
 KEY = "MDLM_API_KEY"  # the environment variable in place of --api_key
 HEAD_SECONDS = 10.0  # in which the head of a request must have come, and between two of them
@@ -596,7 +597,7 @@ def main(argv):
         environment.optional(package, "serve.py")
     sock = listen(options)
     writer, name, folders, config, device = load(options)
-    scores.introduce(folders, config, writer.tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, config, writer.tokenizer.vocab_size, options.out_dir)
     bounds = completions.Bounds(
         options.max_prompts, options.max_n, options.max_tokens, options.max_gap
     )
@@ -627,4 +628,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

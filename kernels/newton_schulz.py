@@ -1,6 +1,6 @@
 """Muon's Newton-Schulz iterations of many small matrices: one launch, a matrix a program.
 
-With the coefficients (a_i, b_i, c_i) of support/training/muon.py, which names their sources, the
+With the coefficients (a_i, b_i, c_i) of support/run/muon.py, which names their sources, the
 iterations of a matrix X (K, N), K <= N, are
 
     G = X X^T,    X <- a_i X + P X,    P = b_i G + c_i G^2

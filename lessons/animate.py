@@ -16,9 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli, errors, outputs
-from support.files import read_small
-from support.settings import Parser, first_line
+from nanomdlm.support import errors
+from nanomdlm.support.cli import entry, outputs
+from nanomdlm.support.cli.files import read_small
+from nanomdlm.support.cli.settings import Parser, first_line
 
 WIDTH, HEIGHT = 9.6, 27  # pixels for each character
 CAPTION = 7.0  # pixels for each character of the caption, in a wide font
@@ -55,7 +56,7 @@ def check(sample):
     if not tokens or not all(type(v) is list and {*map(type, v)} <= {k} for v, k in kinds):
         raise ValueError("tokens, given and frames are no lists")
     written = {i for i, is_given in enumerate(given) if is_given}
-    for position, token, *_ in (entry for frame in frames for entry in frame):
+    for position, token, *_ in (each for frame in frames for each in frame):
         if type(position) is not int or type(token) is not str:
             raise ValueError("an entry of a frame is no position with its token")
         written.add(position)
@@ -190,4 +191,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 LESSONS = 13
 LIMIT = 60  # seconds for an answer; a right one takes less than ten, mostly to load PyTorch
@@ -118,4 +118,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

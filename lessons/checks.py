@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # answers may import mdlm too
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 

@@ -1,13 +1,13 @@
 """The pictures of `pictures.py --draw=NAME`: one function for each, which draws what it is given.
 
-Each takes its data, the path of the picture, and the theme (support/plots.py), in this order.
+Each takes its data, the path of the picture, and the theme (support/run/plots.py), in this order.
 """
 
 import math
 
-from support import plots
-from support.environment import optional
-from support.plots import Cell, columns, draw_texts, figure, visible, write_figure
+from nanomdlm.support.cli.environment import optional
+from nanomdlm.support.run import plots
+from nanomdlm.support.run.plots import Cell, columns, draw_texts, figure, visible, write_figure
 
 RATES = (0, 0.2, 0.5, 0.8, 1)
 WAVES = 16  # waves of the time embedding that are drawn

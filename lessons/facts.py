@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli
-from support.settings import Parser, first_line
+from nanomdlm.support.cli import entry
+from nanomdlm.support.cli.settings import Parser, first_line
 
 TRADES = """
 barber cooper draper farmer fuller glover grocer hosier hunter joiner
@@ -43,4 +43,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -11,14 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import abilities, cli, errors
+from nanomdlm.support import abilities, errors
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 
 import mdlm
-from support.infill import templates
+from nanomdlm.support.infill import templates
 
 
 @torch.no_grad()
@@ -45,4 +46,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

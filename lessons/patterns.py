@@ -16,19 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support import cli, environment
+from nanomdlm.support.cli import entry, environment
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 
 import mdlm
 import sample
-from support import outputs
-from support.data.patterns import parse_periods
-from support.errors import UserError
-from support.plots import DARK, LIGHT, check_picture, themed, write_figure
-from support.settings import Parser, first_line
+from nanomdlm.support.cli import outputs
+from nanomdlm.support.cli.settings import Parser, first_line
+from nanomdlm.support.data.patterns import parse_periods
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run.plots import DARK, LIGHT, check_picture, themed, write_figure
 
 STEPS = (1, 2, 4, 8, 16, 32)
 SHOWN = 16  # sequences in the picture, at most
@@ -155,4 +155,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

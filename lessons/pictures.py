@@ -31,9 +31,9 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 
@@ -41,14 +41,17 @@ import eval
 import mdlm
 import sample
 from lessons import drawings
-from support import comparing, outputs, plots
-from support.data import patterns
-from support.environment import optional
-from support.errors import UserError
-from support.infill.calls import to_context
-from support.infill.templates import has_open, parse, to_ids
-from support.kernels.reference import is_visible, mask_tokens_ref, prepare
-from support.plots import (
+from nanomdlm.kernels.reference import is_visible, mask_tokens_ref, prepare
+from nanomdlm.support.cli import outputs
+from nanomdlm.support.cli.environment import optional
+from nanomdlm.support.cli.settings import Parser, check_clashes, first_line
+from nanomdlm.support.data import patterns
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.model_calls import to_context
+from nanomdlm.support.infill.templates import has_open, parse, to_ids
+from nanomdlm.support.run import comparing, plots
+from nanomdlm.support.run.checkpoint import default_run
+from nanomdlm.support.run.plots import (
     DARK,
     LIGHT,
     Cell,
@@ -60,9 +63,7 @@ from support.plots import (
     visible,
     write_figure,
 )
-from support.settings import Parser, check_clashes, first_line
-from support.training.checkpoint import default_run
-from variants import rates
+from nanomdlm.variants import rates
 
 T = 256
 RATES = (0.2, 0.5, 0.8)
@@ -494,4 +495,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

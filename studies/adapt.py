@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/adapt.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import json
 import os
@@ -44,10 +44,10 @@ from queue import Queue
 import numpy as np
 import torch
 
-from support import environment
-from support.errors import UserError
-from support.settings import Amount, Count, Natural, Reads, Writes, parse
-from support.training.clock import EVALUATIONS
+from nanomdlm.support.cli import environment
+from nanomdlm.support.cli.settings import Amount, Count, Natural, Reads, Writes, parse
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run.clock import EVALUATIONS
 
 LLAMA = dict(model_type="llama", vocab_size=4096, hidden_size=256, intermediate_size=704)
 LLAMA |= dict(num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8)
@@ -236,4 +236,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -19,9 +19,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/adaptive_calls.py, anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import collections
 import json
@@ -33,10 +33,10 @@ import torch
 
 import mdlm
 import sample
-from support.infill.word_statistics import WordStatistics
-from support.numerics import standard_error
-from support.settings import Count, Natural, Reads, parse
-from support.training.checkpoint import default_run
+from nanomdlm.support.cli.settings import Count, Natural, Reads, parse
+from nanomdlm.support.infill.word_statistics import WordStatistics
+from nanomdlm.support.numerics import standard_error
+from nanomdlm.support.run.checkpoint import default_run
 
 
 @dataclass
@@ -138,4 +138,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

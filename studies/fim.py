@@ -20,9 +20,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/fim.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import json
 import statistics
@@ -32,11 +32,11 @@ import numpy as np
 import torch
 
 import mdlm
+from nanomdlm.support.cli.settings import Count, Natural, Reads, Writes, parse
+from nanomdlm.support.data.sources import write_meta
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
 from studies import search as study
-from support.data.sources import write_meta
-from support.data.tokenizer import Tokenizer
-from support.errors import UserError
-from support.settings import Count, Natural, Reads, Writes, parse
 
 T = 256  # tokens of an example
 AFTER, BEFORE = "\u25c0", "\u25b6"  # the marks, at the end of the text after and before a gap
@@ -139,4 +139,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

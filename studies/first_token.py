@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/first_token.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 from dataclasses import dataclass
 
@@ -30,12 +30,12 @@ import torch.nn.functional as F
 
 import eval
 import mdlm
+from nanomdlm.support.cli.settings import Count, Natural, Reads, parse
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.numerics import standard_error
+from nanomdlm.support.run.checkpoint import find_checkpoint
+from nanomdlm.support.view import View
 from studies import adapt
-from support.errors import UserError
-from support.numerics import standard_error
-from support.settings import Count, Natural, Reads, parse
-from support.training.checkpoint import find_checkpoint
-from support.view import View
 
 
 @dataclass
@@ -124,4 +124,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

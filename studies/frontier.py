@@ -15,12 +15,12 @@ import torch
 import eval
 import mdlm
 import sample
+from nanomdlm.support.errors import NoEffect, UserError
+from nanomdlm.support.infill import word_statistics
+from nanomdlm.support.infill.ensemble import read_newest
+from nanomdlm.support.numerics import standard_error
+from nanomdlm.support.run import ranks
 from studies import told_apart
-from support import ranks
-from support.ensemble import read_newest
-from support.errors import NoEffect, UserError
-from support.infill import word_statistics
-from support.numerics import standard_error
 
 # name -> settings of sample.unmask; the first is the default
 SAMPLERS = {

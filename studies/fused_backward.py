@@ -20,18 +20,18 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/fused_backward.py, anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 
+from nanomdlm.kernels import attention as A
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.launch import ENABLED
+from nanomdlm.support.errors import UserError
 from studies.tiles import milliseconds
-from support import kernels
-from support.errors import UserError
-from support.kernels.launch import ENABLED
 
-A = sys.modules[kernels.attention.__module__]  # in the package this name is the operation
 CHOOSE = A.tiles
 # (B, T, H, D): candidates (TILE_M queries, TILE_N keys, warps, stages)
 # Registers spill on sm_90 in those that are marked. With D = 32 and 32 queries, Triton 3.9 copies
@@ -188,4 +188,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -26,9 +26,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/gpu.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,11 @@ import torch.nn.functional as F
 import bench
 import mdlm
 import sample
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.cli import devices
+from nanomdlm.support.cli.settings import Parser, first_line
+from nanomdlm.support.run import graphs
 from studies import peers, phases
-from support import devices, kernels
-from support.settings import Parser, first_line
-from support.training import graphs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -372,4 +373,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

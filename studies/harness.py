@@ -12,21 +12,22 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/harness.py, from anywhere
 
-from support import cli, terminal
+from nanomdlm.support.cli import entry, terminal
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 import torch.nn.functional as F
 
 import mdlm
 import sample
-from support import abilities, environment, progress
-from support.arguments import whole_number
-from support.errors import UserError
-from support.infill.calls import groups, next_logits, to_context
-from support.infill.templates import Gap, Text, allowed_tokens, encode_text
-from support.training import checkpoint
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import environment, progress
+from nanomdlm.support.cli.arguments import whole_number
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.model_calls import groups, next_logits, to_context
+from nanomdlm.support.infill.templates import Gap, Text, allowed_tokens, encode_text
+from nanomdlm.support.run import checkpoint
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -203,4 +204,4 @@ class Harness(LM):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(lambda argv: cli_evaluate(), sys.argv[1:]))
+    sys.exit(entry.run(lambda argv: cli_evaluate(), sys.argv[1:]))

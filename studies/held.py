@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/held.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import ctypes
 import gc
@@ -32,11 +32,11 @@ import time
 import torch
 
 import mdlm
-from support import lora, pretrained
-from support.environment import optional
-from support.errors import UserError
-from support.settings import Parser, first_line
-from support.training import session, shards
+from nanomdlm.support.cli.environment import optional
+from nanomdlm.support.cli.settings import Parser, first_line
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.networks import lora, pretrained
+from nanomdlm.support.run import session, shards
 
 
 def size(tensors):
@@ -92,13 +92,13 @@ def save_network(folder, **sizes):
 
 def run_rank(folder, flags, env, report):
     """Begin a run as one of its ranks and make a step; write to `report` what was held. Ends the
-    process with the exit code of cli.run."""
+    process with the exit code of program.run."""
     os.environ.update(env)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
     torch.set_num_threads(1)
     flags = [f"--init_from={folder}", f"--data={folder / 'text.txt'}", *FLAGS, *flags]
-    sys.exit(cli.run(lambda argv: one_step(argv, report), flags))
+    sys.exit(entry.run(lambda argv: one_step(argv, report), flags))
 
 
 def one_step(argv, report):
@@ -129,7 +129,7 @@ def one_step(argv, report):
 
 
 def give_back():
-    """Undo cli.keep_memory, so that what is freed goes back to the system at once (glibc)."""
+    """Undo program.keep_memory, so that what is freed goes back to the system at once (glibc)."""
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(-4, 1 << 16)  # M_MMAP_MAX
     mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
@@ -190,4 +190,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/lengths.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import json
 import random
@@ -41,11 +41,11 @@ from dataclasses import dataclass
 import torch
 
 import mdlm
-from support.calibration import calibrated
-from support.errors import UserError
-from support.infill.likelihood import chain_rule
-from support.settings import Count, Natural, Reads, Writes, parse
-from support.training.checkpoint import default_run
+from nanomdlm.support.cli.settings import Count, Natural, Reads, Writes, parse
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.likelihood import chain_rule
+from nanomdlm.support.run.calibration import calibrated
+from nanomdlm.support.run.checkpoint import default_run
 
 WORD = re.compile("[A-Za-z']+")
 KINDS = ("word", "two words", "half a line")
@@ -236,4 +236,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -21,18 +21,18 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/newton_schulz.py, anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 
 import bench
+from nanomdlm.kernels.launch import ENABLED
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import muon
+from nanomdlm.support.run.optimizers import average_to_compile, update
 from studies.tiles import milliseconds
-from support.errors import UserError
-from support.kernels.launch import ENABLED
-from support.training import muon
-from support.training.optimizers import average_to_compile, update
 
 BEGAN = time.monotonic()
 
@@ -214,4 +214,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

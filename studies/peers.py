@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from support import kernels
-from support.kernels.reference import block_spans, prepare, rotary_tables
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import block_spans, prepare, rotary_tables
 
 compiled = partial(torch.compile, dynamic=False)
 

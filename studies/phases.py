@@ -18,9 +18,9 @@ BEGAN = float(os.environ.get("MDLM_BEGAN") or time.monotonic())  # when Python w
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/phases.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import contextlib
 from functools import partial
@@ -28,9 +28,9 @@ from functools import partial
 import torch
 
 import mdlm
-from support.errors import UserError
-from support.training import compiling, graphs, session
-from support.training.optimizers import average_to_compile, update
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import compiling, graphs, session
+from nanomdlm.support.run.optimizers import average_to_compile, update
 
 # A phase is a function of a module or class.
 PHASES = dict(find=session, open_data=session.Session, make_run=mdlm, prepare_engine=compiling)
@@ -86,4 +86,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

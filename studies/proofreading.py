@@ -33,9 +33,10 @@ from typing import Literal
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/proofreading.py, from anywhere
 
-from support import cli, outputs, plots
+from nanomdlm.support.cli import entry, outputs
+from nanomdlm.support.run import plots
 
-cli.start(__name__)
+entry.start(__name__)
 
 import bisect
 import difflib
@@ -55,12 +56,12 @@ import numpy as np
 import torch
 
 import mdlm
-from support import environment
-from support.errors import UserError
-from support.proofread.mistakes import KINDS, Prior, beside
-from support.proofread.proofreader import Proofreader
-from support.proofread.words import Words
-from support.settings import Natural, Reads, Writes, parse
+from nanomdlm.support.cli import environment
+from nanomdlm.support.cli.settings import Natural, Reads, Writes, parse
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.proofread.mistakes import KINDS, Prior, beside
+from nanomdlm.support.proofread.proofreader import Proofreader
+from nanomdlm.support.proofread.words import Words
 
 ORDER = 6
 BEAM = 24
@@ -625,4 +626,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # python studies/questions.py, from anywhere
 
-from support import cli, outputs
+from nanomdlm.support.cli import entry, outputs
 
-cli.start(__name__)
+entry.start(__name__)
 
 import json
 import random
@@ -31,9 +31,9 @@ from dataclasses import dataclass
 
 import mdlm
 import sample
-from support import plots
-from support.errors import UserError
-from support.settings import Count, Natural, Reads, Writes, parse
+from nanomdlm.support.cli.settings import Count, Natural, Reads, Writes, parse
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import plots
 
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 NUMBERS = (NUMBERS + " fifteen sixteen seventeen eighteen nineteen twenty").split()
@@ -154,4 +154,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

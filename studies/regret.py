@@ -25,9 +25,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/regret.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import json
 import statistics
@@ -37,14 +37,14 @@ import torch
 
 import mdlm
 import sample
+from nanomdlm.support.cli.settings import Count, Natural, Reads, Writes, parse
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import filling, search
+from nanomdlm.support.infill.templates import Gap, encode_segments
+from nanomdlm.support.run.calibration import calibrated
+from nanomdlm.support.run.checkpoint import default_run
 from studies import search as study
 from studies.proofreading import NGrams
-from support.calibration import calibrated
-from support.errors import UserError
-from support.infill import filling, search
-from support.infill.templates import Gap, encode_segments
-from support.settings import Count, Natural, Reads, Writes, parse
-from support.training.checkpoint import default_run
 
 LIMIT = 1000  # sequences of a search, so that nearly all are proven
 BEAM = 64
@@ -203,4 +203,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

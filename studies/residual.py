@@ -18,20 +18,20 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/residual.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 import torch.nn.functional as F
 
+from nanomdlm.kernels import residual as R
+from nanomdlm.kernels.launch import ENABLED
+from nanomdlm.kernels.reference import new_seed, residual_dropout_ref
+from nanomdlm.kernels.residual import residual_dropout
+from nanomdlm.support.errors import UserError
 from studies.tiles import milliseconds
-from support import kernels
-from support.errors import UserError
-from support.kernels.launch import ENABLED
-from support.kernels.reference import new_seed
 
-R = sys.modules[kernels.residual_dropout.__module__]  # in the package this name is the operation
 PRESENT = (R.WARPS, R.TILE, R.ROUNDS)
 P = 0.2
 # Warps and elements of a program, rounds of Philox
@@ -69,8 +69,8 @@ def with_seed(function, seed):
 def check(x, y, grad, seed, variant):
     """Whether a variant of 10 rounds equals the reference: bits of dy, out to its last rounding."""
     choose(variant)
-    out, dy = differentiate(with_seed(kernels.residual_dropout, seed), x, y, grad)
-    plain, dy_plain = differentiate(with_seed(kernels.residual_dropout_ref, seed), x, y, grad)
+    out, dy = differentiate(with_seed(residual_dropout, seed), x, y, grad)
+    plain, dy_plain = differentiate(with_seed(residual_dropout_ref, seed), x, y, grad)
     ok = torch.equal(dy, dy_plain) and torch.allclose(out.float(), plain.float(), 2**-7, 1e-6)
     dropped = (dy == 0).float().mean().item()
     print(f"{name(variant)}: {dropped:.4f} dropped{'' if ok else '  WRONG'}", flush=True)
@@ -101,7 +101,7 @@ def show(title, function, x, y, grad):
 
 
 def ours(x, y):
-    return kernels.residual_dropout(x, y, P)
+    return residual_dropout(x, y, P)
 
 
 def plain(x, y):
@@ -115,7 +115,7 @@ def time_all(*shape):
     print(f"\n{shape[0]} x {shape[1]}")
     for variant in VARIANTS:
         choose(variant)
-        show(name(variant), with_seed(kernels.residual_dropout, seed), x, y, grad)
+        show(name(variant), with_seed(residual_dropout, seed), x, y, grad)
     choose(PRESENT)
     show("the present one, which draws its seed", ours, x, y, grad)
     show("the same, compiled", torch.compile(ours, dynamic=False), x, y, grad)
@@ -135,4 +135,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

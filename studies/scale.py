@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support import cli
-from support.settings import Parser, first_line
+from nanomdlm.support.cli import entry
+from nanomdlm.support.cli.settings import Parser, first_line
 
 TOKENS = 8192  # of a rank at a time
 REACHED = 0.4  # of the peak FLOP/s, in the matrix products
@@ -198,4 +198,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -21,9 +21,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/search.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import json
 import random
@@ -35,12 +35,12 @@ from dataclasses import dataclass
 import torch
 
 import mdlm
-from support.calibration import calibrated
-from support.errors import UserError
-from support.infill import filling, search
-from support.infill.templates import Gap, encode_segments
-from support.settings import Count, Natural, Reads, Writes, parse
-from support.training.checkpoint import default_run
+from nanomdlm.support.cli.settings import Count, Natural, Reads, Writes, parse
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import filling, search
+from nanomdlm.support.infill.templates import Gap, encode_segments
+from nanomdlm.support.run.calibration import calibrated
+from nanomdlm.support.run.checkpoint import default_run
 
 ORDERS = ("edges", "left", "surest", "least")
 KINDS = {"2-3": (2, 3), "4-5": (4, 5), "6-8": (6, 8), "9-12": (9, 12)}
@@ -176,4 +176,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -26,14 +26,15 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import serve
-from support import abilities, environment
-from support.serving import completions
-from support.settings import Amount, Count, Natural, Reads, parse
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import environment
+from nanomdlm.support.cli.settings import Amount, Count, Natural, Reads, parse
+from nanomdlm.support.serving import completions
 
 
 @dataclass
@@ -228,4 +229,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -18,25 +18,27 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/smoke.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 
 import bench
 import mdlm
+from nanomdlm.kernels import launch
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import block_spans, document_spans
+from nanomdlm.support.cli import devices
+from nanomdlm.support.cli.settings import Parser, first_line
+from nanomdlm.support.data import sources
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import compiling
 from studies import peers
-from support import devices, kernels
-from support.data import sources
-from support.errors import UserError
-from support.kernels.reference import block_spans, document_spans
-from support.settings import Parser, first_line
-from support.training import compiling
 
 STEPS = 8  # the last ones are CUDA graphs
 SMALL = {torch.float32: 5e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
-INTERPRETED = kernels.launch.INTERPRET and not torch.cuda.is_available()
+INTERPRETED = launch.INTERPRET and not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
@@ -219,4 +221,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -17,21 +17,20 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/tiles.py, from anywhere
 
-from support import cli
+from nanomdlm.support.cli import entry
 
-cli.start(__name__)
+entry.start(__name__)
 
 import torch
 
-from support import kernels
-from support.errors import UserError
-from support.kernels.reference import block_spans, document_spans
-from support.settings import Parser, first_line
+from nanomdlm.kernels import attention as A
+from nanomdlm.kernels import convolution as N
+from nanomdlm.kernels import cross_entropy as C
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import block_spans, document_spans
+from nanomdlm.support.cli.settings import Parser, first_line
+from nanomdlm.support.errors import UserError
 
-# In the package these names are the operations.
-A = sys.modules[kernels.attention.__module__]
-C = sys.modules[kernels.linear_cross_entropy.__module__]
-N = sys.modules[kernels.norm_conv.__module__]
 CHOOSE = A.tiles
 # TILE_M (queries), TILE_N (keys), warps, stages
 ROWS = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 4, 3), (64, 128, 4, 2)]
@@ -273,4 +272,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, sys.argv[1:]))
+    sys.exit(entry.run(main, sys.argv[1:]))

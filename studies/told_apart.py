@@ -8,7 +8,7 @@ chosen in advance what the classifier looks at.
 import torch
 import torch.nn.functional as F
 
-from support.numerics import generator
+from nanomdlm.support.numerics import generator
 
 FEATURES = 4096  # n-grams of tokens are hashed to so many counts
 LONGEST = 4

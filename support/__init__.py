@@ -1,10 +1,16 @@
-"""What is not about diffusion, in rooms: data, training, infill, web; flags, ranks and more.
+"""The library behind the programs, in rooms.
 
-The folder kernels/ beside this one is imported as support.kernels, because a package of Hugging
-Face, which transformers imports, is called kernels too: under this name the two never meet,
-whichever comes first on Python's path.
+    cli         settings, errors, files, devices, the terminal
+    data        texts, their formats, tokenizers
+    run         what surrounds the steps of a run: checkpoints, optimizers, ranks, the log
+    infill      gaps, the search for their fills, log-probabilities
+
+and products, each of which can be deleted while the rest works:
+
+    constrain   gaps that must match a regular expression
+    proofread   corrections of a text
+    networks    pretrained networks
+    export      what an exported model contains
+    serving     the server
+    web         pages
 """
-
-from pathlib import Path
-
-__path__.append(str(Path(__file__).resolve().parent.parent))

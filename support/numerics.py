@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from support.errors import UserError
+from nanomdlm.support.errors import UserError
 
 
 # ---- Seeds

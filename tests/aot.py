@@ -63,7 +63,7 @@ def pointers(**types):
 
 
 def masking_cases():
-    masking = import_module("support.kernels.masking")
+    masking = import_module("nanomdlm.kernels.masking")
     names = ("count", "rows", "n_rows", "level", "sample", "seed", "step")
     sizes = ((64, "i32"), (64, "i64"), (256, "i64"), (1024, "i64"), (8192, "i64"))
     for (T, integer), never_mask in itertools.product(sizes, (False, True)):
@@ -80,7 +80,7 @@ def masking_cases():
 
 
 def head_cases():
-    ce = import_module("support.kernels.cross_entropy")
+    ce = import_module("nanomdlm.kernels.cross_entropy")
     index = dict(target="i64", weight="fp32", unit="fp32", loss="fp32")
     for dtype, V in itertools.product(TYPES, (65, 1000, 50304)):
         types = pointers(z=dtype, **index) | dict(V="i32", limit="i32")
@@ -91,7 +91,7 @@ def head_cases():
 
 def convolution_cases():
     """float16 has the tiles of bfloat16."""
-    conv = import_module("support.kernels.convolution")
+    conv = import_module("nanomdlm.kernels.convolution")
     for dtype, C, seen, backward in itertools.product(
         ("bf16", "fp32"), (384, 768, 2048), ("", ", documents"), (False, True)
     ):
@@ -108,7 +108,7 @@ def convolution_cases():
 
 
 def residual_cases():
-    residual = import_module("support.kernels.residual")
+    residual = import_module("nanomdlm.kernels.residual")
     for dtype, backward in itertools.product(TYPES, (False, True)):
         types = dict.fromkeys(("y", "x", "out"), f"*{dtype}")
         types |= dict(seed="*i64", offset="i32", dropped="i32", scale="fp32", N="i32")
@@ -121,7 +121,7 @@ def residual_cases():
 
 def attention_cases():
     """float16 has the tiles of bfloat16."""
-    at = import_module("support.kernels.attention")
+    at = import_module("nanomdlm.kernels.attention")
     for dtype, D, backward in itertools.product(("bf16", "fp32"), at.HEAD_DIMS, (False, True)):
         types = dict.fromkeys(("qkv", "qk", "dqkv"), f"*{dtype}")
         types |= dict(cos="*fp32", sin="*fp32", n_rows="i32", T="i32")
@@ -161,8 +161,8 @@ def attention_cases():
 
 
 def muon_cases():
-    ns = import_module("support.kernels.newton_schulz")
-    muon = import_module("support.training.muon")
+    ns = import_module("nanomdlm.kernels.newton_schulz")
+    muon = import_module("nanomdlm.support.run.muon")
     for K, N in ((64, 384), (64, 128), (32, 384), (32, 128)):
         config = ns.config_of(K, N, muon.COEFFICIENTS, muon.EPS)
         main = ARCHITECTURES if (K, N) == (64, 384) else ()

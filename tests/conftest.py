@@ -19,11 +19,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mdlm
-import variants
-from support import abilities, cli, files, kernels
-from support.data import sources
-from support.training import checkpoint
-from support.training import folder as run_folder
+from nanomdlm import variants
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import entry, files
+from nanomdlm.support.data import sources
+from nanomdlm.support.run import checkpoint
+from nanomdlm.support.run import folder as run_folder
 
 torch.set_num_threads(1)  # these models are tiny, and threads that wait for a busy core spin
 ROOT = Path(__file__).parent.parent
@@ -101,7 +103,7 @@ def run_mdlm(*args):
     def main(argv):
         return mdlm.main(argv)
 
-    return cli.run(main, [str(a) for a in args], run_folder.release)
+    return entry.run(main, [str(a) for a in args], run_folder.release)
 
 
 def tiny_flags(*more):

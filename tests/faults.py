@@ -25,10 +25,10 @@ import torch
 from torch import distributed
 
 import mdlm
+from nanomdlm.support.cli import devices, entry
+from nanomdlm.support.run import checkpoint, muon, optimizers, session
+from nanomdlm.support.run import folder as run_folder
 from studies import held
-from support import cli, devices
-from support.training import checkpoint, muon, optimizers, session
-from support.training import folder as run_folder
 
 
 def rank():
@@ -288,7 +288,7 @@ def train(argv, fault=""):
     def main(argv):
         return mdlm.main(argv)
 
-    code = cli.run(main, argv, run_folder.release)
+    code = entry.run(main, argv, run_folder.release)
     if afterwards:
         afterwards()
     return code

@@ -13,8 +13,8 @@ from test_blocks import network
 from test_sample import chi_square, draws, with_effect
 
 import sample
-from support import numerics
-from support.infill import adaptive
+from nanomdlm.support import numerics
+from nanomdlm.support.infill import adaptive
 
 V = 3
 T = 4

@@ -11,11 +11,12 @@ from conftest import ROOT, run_mdlm, tiny_flags
 
 import mdlm
 import sample
-from support import cli, kernels
-from support.data.tokenizer import Tokenizer, tokenizer_from_json
-from support.errors import UserError
-from support.infill import templates
-from support.infill.templates import Gap
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.tokenizer import Tokenizer, tokenizer_from_json
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import templates
+from nanomdlm.support.infill.templates import Gap
 
 SHIPPED = ROOT / "weights" / "shakespeare"
 
@@ -49,7 +50,7 @@ def test_home_folder_is_found_behind_an_equals_sign(short_run, monkeypatch, tmp_
     flags = tiny_flags("--max_steps=1", "--eval_windows=2", "--data=~/text", "--out_dir=~/out")
     assert run_mdlm(*flags) == 0
     flags = ["--out_dir=~/out", "--steps=1", "--device=cpu"]
-    assert cli.run(sample.main, [*flags, "--json=~/json", "--html=~/page"]) == 0
+    assert entry.run(sample.main, [*flags, "--json=~/json", "--html=~/page"]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"text", "out", "json", "page"}
     assert mdlm.load("~/out")[2].data == str(tmp_path / "text")
 

@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import bench
 import mdlm
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.cli import entry
+from nanomdlm.support.infill import word_statistics
 from studies import frontier, peers, proven, told_apart
-from support import cli, kernels
-from support.infill import word_statistics
 
 CPU = torch.device("cpu")
 
@@ -128,7 +129,7 @@ def tiny(monkeypatch, tmp_path):
     path = tmp_path / "bench.json"
 
     def run():
-        code = cli.run(measure_kernels, ["--seconds=0", f"--json={path}"])
+        code = entry.run(measure_kernels, ["--seconds=0", f"--json={path}"])
         return code, json.loads(path.read_text())
 
     return run
@@ -277,7 +278,7 @@ def test_ceilings_are_those_of_this_machine():
 
 def test_json_on_stdout_is_alone(tiny, capsys):
     flags = ["--seconds=0", "--time_limit=1e-9", "--json=-"]
-    assert cli.run(measure_kernels, flags) == 2, "nothing was measured"
+    assert entry.run(measure_kernels, flags) == 2, "nothing was measured"
     said = capsys.readouterr()
     results = json.loads(said.out)
     assert "| operation" in said.err
@@ -317,7 +318,7 @@ def small_preset(monkeypatch):
 def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda model, options: model)
     path = tmp_path / "train.json"
-    assert cli.run(bench.main, ["train", "--device=cpu", "--seconds=0", f"--json={path}"]) == 0
+    assert entry.run(bench.main, ["train", "--device=cpu", "--seconds=0", f"--json={path}"]) == 0
     compiled, eager = json.loads(path.read_text())["rows"]  # the figure that counts comes first
     assert eager["contestant"].endswith("eager")
     assert compiled["contestant"].endswith("compiled")
@@ -333,7 +334,7 @@ def without_mode(small_preset, monkeypatch, tmp_path):
     path = tmp_path / "bench.json"
 
     def run():
-        code = cli.run(bench.main, ["--device=cpu", "--seconds=0", f"--json={path}"])
+        code = entry.run(bench.main, ["--device=cpu", "--seconds=0", f"--json={path}"])
         return code, json.loads(path.read_text())
 
     return run
@@ -386,7 +387,7 @@ def test_a_cut_off_race_keeps_what_is_ready(small_preset, monkeypatch, tmp_path)
     monkeypatch.setattr(bench, "start_step", cut_off)
     path = tmp_path / "train.json"
     flags = ["train", "--device=cpu", "--seconds=0", f"--json={path}"]
-    assert cli.run(bench.main, flags) == 130
+    assert entry.run(bench.main, flags) == 130
     (row,) = json.loads(path.read_text())["rows"]
     assert row["contestant"] == "--kernels=torch, compiled" and row["ms"] > 0
 
@@ -432,7 +433,7 @@ def test_wrong_step_has_no_time(small_preset, monkeypatch, capsys, wrong):
             model.ops = SimpleNamespace(**vars(model.ops) | dict(attention=attention))
 
     monkeypatch.setattr(bench.compiling, "compile_network", spoil)
-    assert cli.run(bench.main, ["train", "--device=cpu", "--seconds=0"]) == 1
+    assert entry.run(bench.main, ["train", "--device=cpu", "--seconds=0"]) == 1
     said = capsys.readouterr()
     assert "compiled: WRONG RESULT, relative error" in said.err
     assert said.out.count("tokens/s") == 1  # of the eager step
@@ -467,7 +468,7 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     flags = [f"--out_dir={runs.mdlm}", f"--ar_dir={runs.ar}", "--num_samples=2", f"--json={path}"]
     picture = tmp_path / "sample.svg"
     command = ["sample", "--device=cpu", *flags, f"--picture={picture}"]
-    assert cli.run(bench.main, command) == 0
+    assert entry.run(bench.main, command) == 0
     drawn = picture.read_text()
     assert drawn.rstrip().endswith("</svg>")
     for words in (
@@ -479,10 +480,10 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     ):
         assert words in drawn
     before = picture.read_bytes()
-    assert cli.run(bench.main, [*command, "--time_limit=1e-9"]) == 2, "nothing to draw"
+    assert entry.run(bench.main, [*command, "--time_limit=1e-9"]) == 2, "nothing to draw"
     assert picture.read_bytes() == before
-    assert cli.run(bench.main, [*command[:-1], "--picture=a.doc"]) == 2, "before it measures"
-    assert cli.run(bench.main, command) == 0
+    assert entry.run(bench.main, [*command[:-1], "--picture=a.doc"]) == 2, "before it measures"
+    assert entry.run(bench.main, command) == 0
     rows = json.loads(path.read_text())["rows"]
     names = {*frontier.SAMPLERS, "AR twin", "real text"}
     assert {row["sampler"] for row in rows} == names
@@ -525,13 +526,13 @@ def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
     alone = tmp_path / "alone"
     shutil.copytree(runs.mdlm / "step-4", alone)
     flags = ["sample", "--device=cpu", f"--out_dir={alone}", "--num_samples=2"]
-    assert cli.run(bench.main, flags) == 2
+    assert entry.run(bench.main, flags) == 2
     assert "--data=" in capsys.readouterr().err
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 200)
     flags += [f"--data={text}"]
     before = sorted(alone.iterdir())
-    assert cli.run(bench.main, flags) == 0
+    assert entry.run(bench.main, flags) == 0
     assert sorted(alone.iterdir()) == before
 
 
@@ -633,6 +634,6 @@ def test_what_a_gpu_is_asked_runs_without_one(program, said):
 def test_mistake_gets_one_sentence(args, name, runs, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
-    assert cli.run(bench.main, [a.format(runs=runs) for a in args]) == 2
+    assert entry.run(bench.main, [a.format(runs=runs) for a in args]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and name in said, said

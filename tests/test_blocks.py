@@ -17,13 +17,14 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, kernels
-from support.arguments import to_view
-from support.infill.calls import groups
-from support.infill.likelihood import chain_rule
-from support.view import masked_rows
-from variants import documents
-from variants.cache import Cache
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.cli import entry
+from nanomdlm.support.cli.arguments import to_view
+from nanomdlm.support.infill.likelihood import chain_rule
+from nanomdlm.support.infill.model_calls import groups
+from nanomdlm.support.view import masked_rows
+from nanomdlm.variants import documents
+from nanomdlm.variants.cache import Cache
 
 V = 5
 
@@ -499,7 +500,9 @@ def test_a_run_of_blocks_resumes_and_is_evaluated(run, text_file, tmp_path, caps
     assert run_mdlm(*whole) == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     path = tmp_path / "r.json"
-    assert cli.run(eval.main, [f"--out_dir={run}", "--exact", f"--json={path}", "--windows=9"]) == 0
+    assert (
+        entry.run(eval.main, [f"--out_dir={run}", "--exact", f"--json={path}", "--windows=9"]) == 0
+    )
     r = json.loads(path.read_text())
     assert math.isfinite(r["nelbo"] + r["se"] + r["exact"]["nll"]) and r["windows"] == 9
     assert read_log(run)[-1]["val_nelbo"] < 5
@@ -550,18 +553,18 @@ def test_whole_steps_teach_to_fill_gaps(text_file, tmp_path, capsys):
     assert text.startswith("to ") and text.endswith(" or not to be, it is")
     nelbos = []
     for more in ([f"--infill={template}"], ["--length=40"]):
-        assert cli.run(sample.main, [f"--out_dir={out}", *more, "--json=-"]) == 0
+        assert entry.run(sample.main, [f"--out_dir={out}", *more, "--json=-"]) == 0
         assert json.loads(capsys.readouterr().out)["calls"] > 0
     for more in ([], ["--whole"]):
         flags = [f"--out_dir={out}", "--windows=9", "--json=-", "--pictures=none", *more]
-        assert cli.run(eval.main, flags) == 0
+        assert entry.run(eval.main, flags) == 0
         r = json.loads(capsys.readouterr().out)
         assert r["block_length"] == (0 if more else 8)
         nelbos.append(r["nelbo"])
     assert nelbos[0] != nelbos[1]
-    assert cli.run(eval.main, [f"--out_dir={out}", "--text=to be"]) == 0
+    assert entry.run(eval.main, [f"--out_dir={out}", "--text=to be"]) == 0
     hf = ["--to=hf", f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]
-    assert cli.run(export.main, hf) == 0
+    assert entry.run(export.main, hf) == 0
     assert "not logged" in (tmp_path / "hf" / "README.md").read_text(), "the log has that of blocks"
 
 
@@ -610,7 +613,7 @@ def test_what_blocks_cannot_do_is_one_sentence(
     if program is mdlm:
         code = run_mdlm(f"--data={text_file}", *TINY, *flags, f"--out_dir={tmp_path / 'o'}")
     else:
-        code = cli.run(program.main, [f"--out_dir={run}", *flags])
+        code = entry.run(program.main, [f"--out_dir={run}", *flags])
     said = capsys.readouterr().err
     assert code == 2 and said.count("\n") == 1 and all(word in said for word in words), said
     assert not (tmp_path / "o").exists() and not (tmp_path / "x").exists()
@@ -619,13 +622,13 @@ def test_what_blocks_cannot_do_is_one_sentence(
 def test_gaps_of_unknown_length_are_filled(run, capsys):
     for template in ("to [___]", "to [___] be"):  # within the first block: 8 tokens
         flags = [f"--out_dir={run}", f"--infill={template}", "--max_gap=2", "--json=-"]
-        assert cli.run(sample.main, flags) == 0
+        assert entry.run(sample.main, flags) == 0
         assert json.loads(capsys.readouterr().out)["text"].startswith("to ")
 
 
 def test_sample_writes_beyond_the_context(run, capsys):
     flags = [f"--out_dir={run}", "--prompt=to be ", "--length=100", "--steps=8", "--json=-"]
-    assert cli.run(sample.main, flags) == 0
+    assert entry.run(sample.main, flags) == 0
     line = json.loads(capsys.readouterr().out)
     assert len(line["text"]) == 100 and line["text"].startswith("to be ")
 

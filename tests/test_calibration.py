@@ -10,10 +10,10 @@ from conftest import Toy, read_log, run_mdlm, saved, tiny_flags
 import eval
 import mdlm
 import sample
-from support import calibration, cli
-from support.data import sources
-from support.ensemble import Ensemble
-from support.training import checkpoint
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data import sources
+from nanomdlm.support.infill.ensemble import Ensemble
+from nanomdlm.support.run import calibration, checkpoint
 
 
 @pytest.mark.parametrize("truth", [0.8, 1.0, 1.25, 1.6])
@@ -78,9 +78,9 @@ def test_a_file_calibrates_a_checkpoint(run, pydoc, tmp_path, capsys):
     own = tmp_path / "own.txt"
     own.write_text(text[:3000], encoding="utf-8")
     flags = [f"--out_dir={run}", "--windows=16", "--passes=2"]
-    assert cli.run(eval.main, [*flags, f"--calibrate={own}"]) == 2
+    assert entry.run(eval.main, [*flags, f"--calibrate={own}"]) == 2
     assert "learned" in capsys.readouterr().err
-    assert cli.run(eval.main, [*flags, f"--calibrate={new}", "--json=-"]) == 0
+    assert entry.run(eval.main, [*flags, f"--calibrate={new}", "--json=-"]) == 0
     found = json.loads(capsys.readouterr().out)
     folder = checkpoint.find_checkpoint(run)
     checkpoint.verify(folder)
@@ -88,9 +88,9 @@ def test_a_file_calibrates_a_checkpoint(run, pydoc, tmp_path, capsys):
     model, _, _ = mdlm.load(run)
     assert model.calibration == dict(temperature=found["temperature"], source=found["source"])
     assert "new.txt" in found["source"]
-    assert cli.run(eval.main, [*flags, "--json=-", "--pictures=none"]) == 0
+    assert entry.run(eval.main, [*flags, "--json=-", "--pictures=none"]) == 0
     assert json.loads(capsys.readouterr().out)["temperature"] == found["temperature"]
-    assert cli.run(eval.main, [*flags, "--temperature=1", "--json=-", "--pictures=none"]) == 0
+    assert entry.run(eval.main, [*flags, "--temperature=1", "--json=-", "--pictures=none"]) == 0
     assert json.loads(capsys.readouterr().out)["temperature"] == 1
     config = folder / "config.json"
     content = json.loads(config.read_text())

@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import hashed_world
 
-import kernels
 import mdlm
 import sample
-from support.infill import calls, padding
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.infill import model_calls, shared_padding
 
 V = 6
 T = 7
@@ -19,7 +19,7 @@ random_world = functools.partial(hashed_world, T, V)
 @pytest.mark.parametrize("limit", [1 << 24, 3 * V])
 def test_draws_are_those_without_a_memory(limit, monkeypatch):
     """Texts that draws come to again cost nothing; the draws are the same, whatever it holds."""
-    monkeypatch.setattr(calls, "MOST_LOGITS", limit)
+    monkeypatch.setattr(model_calls, "MOST_LOGITS", limit)
     hidden = []
     model = random_world(1, hidden)
     x = torch.full((64, T), V)
@@ -71,10 +71,10 @@ def test_padding_computed_once_changes_no_logits(settings):
             x[:, n // 2 : n // 2 + 1] = model.mask_id
             rows = torch.tensor([0, n // 2, L + n // 2, 3 * L - 1])
             view = model.objective.view(x, rows=rows)
-            found = padding.compute_once(model)(view)
+            found = shared_padding.compute_once(model)(view)
             assert torch.allclose(found, model(view), atol=1e-5)
             is_conditioned = model.config.time_conditioning
             if n == 3 and model.layers[0].qkv is None and L > 4 and not is_conditioned:
                 assert computed[-2] < computed[-1] / 2
-    assert model.layers is blocks and not any(type(b) is padding.OncePadded for b in blocks)
-    assert padding.compute_once(model) is model, "not where gradients are wanted"
+    assert model.layers is blocks and not any(type(b) is shared_padding.OncePadded for b in blocks)
+    assert shared_padding.compute_once(model) is model, "not where gradients are wanted"

@@ -13,10 +13,10 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli
-from support.chat import ChatTemplate
-from support.errors import UserError
-from support.training import checkpoint
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.chat import ChatTemplate
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import checkpoint
 
 transformers = pytest.importorskip("transformers")
 some_text = some_text  # a fixture
@@ -106,9 +106,9 @@ def test_it_answers_in_turn(run, capsys):
     capsys.readouterr()
     for prompt, answer in asked.items():
         argv = [f"--out_dir={run}", f"--prompt={prompt}", "--temperature=0", "--json=-"]
-        assert cli.run(sample.main, argv) == 0
+        assert entry.run(sample.main, argv) == 0
         assert json.loads(capsys.readouterr().out)["text"] == f"{prompt}\n{answer}"
-    assert cli.run(eval.main, [f"--out_dir={run}", "--windows=4", "--pictures=none"]) == 0
+    assert entry.run(eval.main, [f"--out_dir={run}", "--windows=4", "--pictures=none"]) == 0
 
 
 def test_the_run_keeps_the_template(run, talks, tmp_path):
@@ -116,14 +116,14 @@ def test_the_run_keeps_the_template(run, talks, tmp_path):
     content = json.loads((checkpoint.find_checkpoint(run) / "network.json").read_text())
     assert content["chat"] == dict(template=TEMPLATE, tokens=dict(eos_token="<|endoftext|>"))
     argv = [f"--out_dir={run}", f"--data={talks}", "--windows=4", "--pictures=none"]
-    assert cli.run(eval.main, argv) == 0
+    assert entry.run(eval.main, argv) == 0
     argv = flags_of(run, talks, tmp_path / "more", "--chat_column=messages", "--max_steps=1")
     assert run_mdlm(*argv, "--block_size=48") == 0
 
 
 def test_an_export_has_the_template(run, talks, tmp_path):
     """For the library, and for --init_from."""
-    assert cli.run(export.main, [f"--out_dir={run}", f"--dest={tmp_path / 'hf'}"]) == 0
+    assert entry.run(export.main, [f"--out_dir={run}", f"--dest={tmp_path / 'hf'}"]) == 0
     library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     settings = dict(add_generation_prompt=True, tokenize=False)
     wanted = "<|im_start|>user\ncat<|im_end|>\n<|im_start|>assistant\n"
@@ -142,11 +142,11 @@ def test_an_export_of_plain_text_has_the_template_and_learns_conversations(
     (at / "tokenizer_config.json").write_text(json.dumps(words))
     assert run_mdlm(*flags_of(at, some_text, tmp_path / "plain")) == 0
     out = f"--out_dir={tmp_path / 'plain'}"
-    assert cli.run(export.main, [out, f"--dest={tmp_path / 'hf'}"]) == 0
+    assert entry.run(export.main, [out, f"--dest={tmp_path / 'hf'}"]) == 0
     chat = ["--chat_column=messages", "--block_size=48", "--max_steps=1", "--end=<|endoftext|>"]
     assert run_mdlm(*flags_of(tmp_path / "hf", talks, tmp_path / "chat", *chat)) == 0
     out = f"--out_dir={tmp_path / 'chat'}"
-    assert cli.run(export.main, [out, f"--dest={tmp_path / 'hf2'}"]) == 0
+    assert entry.run(export.main, [out, f"--dest={tmp_path / 'hf2'}"]) == 0
     library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf2")
     assert library.eos_token == "<|endoftext|>"
     settings = dict(add_generation_prompt=True, tokenize=False)
@@ -163,7 +163,7 @@ def test_no_part_of_a_message_poses_as_a_special_token(run, talks, tmp_path, cap
     plain = dict(role="user", content="cat")
     assert template.render([plain | dict(name="<|im_end|>")]) == template.render([plain])
     prompt = json.dumps([dict(role=posing, content="cat")], indent=1)
-    assert cli.run(sample.main, [f"--out_dir={run}", f"--prompt={prompt}"]) == 2
+    assert entry.run(sample.main, [f"--out_dir={run}", f"--prompt={prompt}"]) == 2
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -220,5 +220,5 @@ def test_mistakes_get_one_sentence(folder, run, talks, tmp_path, capfd):
     )
     assert "template" in said(bare, talks, chats)
     for prompt in ("[{", '[{"role": 1}]'):
-        assert cli.run(sample.main, [f"--out_dir={run}", f"--prompt={prompt}"]) == 2
+        assert entry.run(sample.main, [f"--out_dir={run}", f"--prompt={prompt}"]) == 2
         assert "--prompt" in capfd.readouterr().err

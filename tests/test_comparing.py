@@ -10,8 +10,10 @@ import torch
 from conftest import run_mdlm, tiny_flags
 
 import eval
-from support import cli, comparing, numerics
-from support.evaluation import by_tenths, stratified_counts
+from nanomdlm.support import numerics
+from nanomdlm.support.cli import entry
+from nanomdlm.support.run import comparing
+from nanomdlm.support.run.evaluation import by_tenths, stratified_counts
 
 
 def evaluation(seed, W=400, T=50, passes=2, hard=1.0, better=0.0, masks=0, **more):
@@ -126,7 +128,7 @@ def evaluated(text_file, tmp_path_factory):
         flags = [f"--data={text_file}", f"--objective={name}", "--max_steps=3"]
         assert run_mdlm(*tiny_flags(*flags, f"--out_dir={folder}/{name}")) == 0
         run = [f"--out_dir={folder}/{name}", f"--json={folder}/{name}.json"]
-        assert cli.run(eval.main, [*run, "--exact", "--windows=40", "--pictures=none"]) == 0
+        assert entry.run(eval.main, [*run, "--exact", "--windows=40", "--pictures=none"]) == 0
     return folder
 
 
@@ -137,14 +139,14 @@ def test_files_are_compared_window_by_window(evaluated, capsys, monkeypatch):
     assert sum(a["by_window"]) / 40 == pytest.approx(a["nelbo"])
     assert sum(a["exact"]["by_window"]) / 40 == pytest.approx(a["exact"]["nll"])
     capsys.readouterr()
-    assert cli.run(eval.main, ["--compare=mdlm.json,ar.json", "--json=-"]) == 0
+    assert entry.run(eval.main, ["--compare=mdlm.json,ar.json", "--json=-"]) == 0
     r = json.loads(capsys.readouterr().out)
     assert (r["first"], r["windows"]) == ("mdlm.json", 40)
     for name, key in (("bound", "nll"), ("exact", "exact")):
         more = r["runs"][0][name]["difference"]
         after, before = (b["nll"], a["nelbo"]) if key == "nll" else (b["nll"], a["exact"]["nll"])
         assert more == pytest.approx(after - before)
-    assert cli.run(eval.main, ["--compare=mdlm.json,ar.json"]) == 0
+    assert entry.run(eval.main, ["--compare=mdlm.json,ar.json"]) == 0
     said = capsys.readouterr().out
     assert f"NLL against NELBO: {r['runs'][0]['bound']['difference']:+.4f} +- " in said
     assert f"exact: {r['runs'][0]['exact']['difference']:+.4f} +- " in said
@@ -170,7 +172,7 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path, monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.json").write_text(json.dumps(evaluation(1)))
     (tmp_path / "b.json").write_text(json.dumps(evaluation(2) | change))
-    assert cli.run(eval.main, ["--compare=a.json,b.json", "--json=r.json"]) == 2
+    assert entry.run(eval.main, ["--compare=a.json,b.json", "--json=r.json"]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
     assert not (tmp_path / "r.json").exists()
@@ -181,7 +183,7 @@ def test_files_that_are_compared_are_kept(tmp_path, monkeypatch, capsys):
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps(evaluation(1)))
     before = (tmp_path / "b.json").read_bytes()
-    assert cli.run(eval.main, ["--compare=a.json,b.json", "--json=b.json"]) == 2
+    assert entry.run(eval.main, ["--compare=a.json,b.json", "--json=b.json"]) == 2
     said = capsys.readouterr().err
     assert "--compare" in said and "--json" in said
     assert (tmp_path / "b.json").read_bytes() == before

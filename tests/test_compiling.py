@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT, read_log, tiny_flags
 from nursery import has_logged
 
-from support.kernels.launch import can_compile
-from support.training import checkpoint, compiling
+from nanomdlm.kernels.launch import can_compile
+from nanomdlm.support.run import checkpoint, compiling
 
 needs_compiler = pytest.mark.skipif(
     os.name != "posix" or not can_compile(torch.device("cpu")), reason="a C++ compiler, POSIX"

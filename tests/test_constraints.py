@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 
 import mdlm
 import sample
-from support import cli, kernels
-from support.constrain import automaton as automata
-from support.constrain import build_automaton, drawing
-from support.constrain.automaton import automaton_of
-from support.data.tokenizer import Tokenizer, build_tokenizer
-from support.errors import NoEffect, UserError
-from support.infill import filling, templates
-from support.infill.templates import Gap
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.cli import entry
+from nanomdlm.support.constrain import automaton as automata
+from nanomdlm.support.constrain import build_automaton, drawing
+from nanomdlm.support.constrain.automaton import automaton_of
+from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
+from nanomdlm.support.errors import NoEffect, UserError
+from nanomdlm.support.infill import filling, templates
+from nanomdlm.support.infill.templates import Gap
 
 pytest.importorskip("outlines_core")
 LETTERS = Tokenizer("char", list("abcd"))
@@ -595,7 +596,7 @@ def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
     flags = [f"--out_dir={short_run}", "--json=-"]
 
     def run(*more):
-        assert cli.run(sample.main, [*more, *flags]) == 0
+        assert entry.run(sample.main, [*more, *flags]) == 0
         return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
     (ranked_fill,) = run("--infill=The [___:[a-z]{2}|of] a", "--candidates=2")
@@ -609,7 +610,7 @@ def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
     assert all(re.fullmatch("the [x-z]{2} is", one["text"]) for one in plain)
     assert one["text"] in ("a yes", "a no") and re.fullmatch("(?s:[0-9].[0-9])", two["text"])
     batch.write_text("a█\na[___:(]\n")
-    assert cli.run(sample.main, [f"--batch={batch}", *flags]) == 2
+    assert entry.run(sample.main, [f"--batch={batch}", *flags]) == 2
     out = capfd.readouterr()
     assert not out.out and "line 2 of" in out.err and "no regular expression" in out.err
 

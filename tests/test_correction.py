@@ -8,8 +8,8 @@ import torch
 from conftest import Toy
 
 import sample
-from support import numerics
-from support.kernels.reference import philox_words
+from nanomdlm.kernels.reference import philox_words
+from nanomdlm.support import numerics
 
 V = 2
 T = 8

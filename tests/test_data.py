@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mdlm
-from support import devices
-from support.data import patterns, sources, tokenizer
-from support.data.texts import prepare
-from support.data.windows import cut_windows
-from support.errors import UserError
+from nanomdlm.support.cli import devices
+from nanomdlm.support.data import patterns, sources, tokenizer
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.data.windows import cut_windows
+from nanomdlm.support.errors import UserError
 
 CPU = torch.device("cpu")
 KINDS = ("char", "byte", "word", "bpe")

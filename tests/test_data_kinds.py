@@ -25,11 +25,11 @@ from conftest import ROOT, TINY, corpus_of, read_log, run_mdlm
 import eval
 import mdlm
 import sample
-from support import cli
-from support.data import sources, texts
-from support.data.texts import prepare
-from support.errors import UserError
-from support.training import checkpoint
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data import sources, texts
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import checkpoint
 
 CPU = torch.device("cpu")
 TEXTS = [f"Record {i} says: " + "na " * (i % 7) + "ü\n" for i in range(60)]
@@ -38,7 +38,7 @@ TEXTS = [f"Record {i} says: " + "na " * (i % 7) + "ü\n" for i in range(60)]
 def call(main, capsys, *argv):
     """(exit code, standard output, standard error) of a program."""
     capsys.readouterr()
-    code = cli.run(main, [str(arg) for arg in argv])
+    code = entry.run(main, [str(arg) for arg in argv])
     said = capsys.readouterr()
     return code, said.out, said.err
 
@@ -811,7 +811,7 @@ def test_an_answer_without_text_skips_its_prompt(tmp_path):
 
 
 def test_no_more_than_a_limit_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr("support.data.records.LARGEST", 1000)
+    monkeypatch.setattr("nanomdlm.support.data.records.LARGEST", 1000)
     long = json.dumps(dict(text="a" * 1500))
     good = json.dumps(dict(text="good"))
     (tmp_path / "x.jsonl").write_text(f"{good}\n{long}\n{good}\n")

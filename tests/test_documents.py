@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 import mdlm
 import sample
-from support import kernels
-from support.arguments import to_view
-from support.data.texts import prepare
-from support.data.tokenizer import Tokenizer
-from support.data.windows import cut_windows, pack_windows
-from support.infill.calls import end_documents
-from support.infill.likelihood import chain_rule
-from support.kernels.reference import document_spans
-from variants import documents
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import document_spans
+from nanomdlm.support.cli.arguments import to_view
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.data.windows import cut_windows, pack_windows
+from nanomdlm.support.infill.likelihood import chain_rule
+from nanomdlm.support.infill.model_calls import end_documents
+from nanomdlm.variants import documents
 
 END = 2  # in the world of conftest: texts of 0 and 1, up to 4 of them
 

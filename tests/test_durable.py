@@ -30,10 +30,11 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, errors, files, outputs, plots, settings, signals, terminal
-from support.ranks import check_alike
-from support.training import checkpoint, optimizers, scores, session
-from support.training import folder as run_folder
+from nanomdlm.support import errors
+from nanomdlm.support.cli import entry, files, outputs, settings, signals, terminal
+from nanomdlm.support.run import checkpoint, checkpoint_score, optimizers, plots, session
+from nanomdlm.support.run import folder as run_folder
+from nanomdlm.support.run.ranks import check_alike
 
 
 def lesson(name):
@@ -45,7 +46,7 @@ def lesson(name):
 
 def call(main, capsys, *args):
     capsys.readouterr()
-    code = cli.run(main, [str(a) for a in args], run_folder.release)
+    code = entry.run(main, [str(a) for a in args], run_folder.release)
     return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
 
@@ -429,7 +430,7 @@ def test_ranks_started_in_other_ways_stop_at_once(ranks, words):
 
 
 def test_mistake_of_one_rank_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "FIRST_RANK_SPEAKS", 0)
+    monkeypatch.setattr(entry, "FIRST_RANK_SPEAKS", 0)
     before = signal.getsignal(signal.SIGTERM)
     for name, value in dict(RANK="1", WORLD_SIZE="2", MASTER_PORT="1").items():
         monkeypatch.setenv(name, value)
@@ -448,7 +449,8 @@ def test_ranks_compare_what_they_load(run, quick, tmp_path, monkeypatch):
     (run.parent / "text.txt").write_text("To be, or not to be. " * 50)
     seen = []
     monkeypatch.setattr(
-        "support.ranks.check_equal", lambda value, sentence: seen.append((value, sentence))
+        "nanomdlm.support.run.ranks.check_equal",
+        lambda value, sentence: seen.append((value, sentence)),
     )
 
     def compared(words, *flags):
@@ -524,7 +526,7 @@ def test_checkpoint_removed_after_it_was_read_is_described(run, capsys):
     folder = run / "step-4"
     config = mdlm.load(folder)[2]
     shutil.rmtree(folder)
-    scores.introduce([folder], config, 50, str(run))
+    checkpoint_score.introduce([folder], config, 50, str(run))
     assert "step-4" in capsys.readouterr().err
     given = sample.place_text(dict(text="b_", out_dir=str(run)))
     assert given["out_dir"] == str(run), "not the checkpoint that is now the newest"
@@ -619,10 +621,10 @@ WRITES = """
 import os, signal, sys
 sys.path.insert(0, "{root}")
 import {program}
-from support import cli, files
+from nanomdlm.support.cli import entry, files
 {patch}
 sys.argv[0] = "{program}.py"
-sys.exit(cli.run({program}.main, sys.argv[1:]))
+sys.exit(entry.run({program}.main, sys.argv[1:]))
 """
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -683,7 +685,7 @@ def test_standard_error_that_fails_ends_no_work(run, monkeypatch, tmp_path):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stderr", full)
         flags = [f"--out_dir={run}", "--device=cpu", "--steps=1", "--length=8"]
-        assert cli.run(sample.main, [*flags, f"--json={tmp_path / 'texts'}"]) == 0
+        assert entry.run(sample.main, [*flags, f"--json={tmp_path / 'texts'}"]) == 0
         bench.ResultsTable("train", bench.Options(json="-"), torch.device("cpu")).say("a line")
         monkeypatch.undo()
         with contextlib.suppress(OSError):
@@ -694,10 +696,10 @@ def test_standard_error_that_fails_ends_no_work(run, monkeypatch, tmp_path):
 @needs_full
 @pytest.mark.parametrize("main", [mdlm.main, eval.main])
 def test_help_that_cannot_be_shown_is_no_success(capsys, monkeypatch, main):
-    monkeypatch.setattr(cli, "silence_stdout", lambda: None)
+    monkeypatch.setattr(entry, "silence_stdout", lambda: None)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
-        assert cli.run(main, ["--help"]) == 2
+        assert entry.run(main, ["--help"]) == 2
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
@@ -708,7 +710,7 @@ def test_help_that_cannot_be_shown_is_no_success(capsys, monkeypatch, main):
 def test_json_for_a_closed_standard_output_is_refused(capsys, monkeypatch, name):
     with open(os.devnull, "w") as closed:  # what make_streams_usable puts there
         monkeypatch.setattr("sys.stdout", closed)
-        code = cli.run(PROGRAMS[name].main, [*MORE.get(name, []), "--json=-"])
+        code = entry.run(PROGRAMS[name].main, [*MORE.get(name, []), "--json=-"])
     assert code == 2 and "--json" in capsys.readouterr().err
 
 
@@ -753,11 +755,11 @@ def test_signals_leave_no_temporary_folder(short_run, tmp_path, monkeypatch, num
     with monkeypatch.context() as patched:
         patched.setattr(files, "write_synced", strike)
         argv = [f"--out_dir={short_run}", f"--dest={tmp_path / 'm'}"]
-        assert cli.run(export.main, argv) == 128 + number
+        assert entry.run(export.main, argv) == 128 + number
     monkeypatch.setattr(files.shutil, "rmtree", rmtree)
     monkeypatch.setattr(eval, "prepare", strike)
     argv = [f"--out_dir={short_run}", f"--data={short_run.parent / 'text.txt'}", "--device=cpu"]
-    assert cli.run(eval.main, argv) == 128 + number
+    assert entry.run(eval.main, argv) == 128 + number
     assert list(tmp_path.iterdir()) == []
     assert {n: signal.getsignal(n) for n in handlers} == handlers
 
@@ -798,9 +800,9 @@ def test_signal_that_becomes_another_error_is_one(capfd, number):
         except BaseException:  # as the C++ of matplotlib
             raise ValueError("Invalid bounding box") from None
 
-    assert cli.run(main, []) == 128 + number
+    assert entry.run(main, []) == 128 + number
     with pytest.raises(ValueError, match="a mistake"):
-        cli.run(lambda argv: int("a mistake"), [])
+        entry.run(lambda argv: int("a mistake"), [])
     assert capfd.readouterr().err == ""
 
 
@@ -816,7 +818,7 @@ def test_signal_that_python_ignores_comes_again(capfd, number):
         Fragile()
         time.sleep(10)
 
-    assert cli.run(main, []) == 128 + number
+    assert entry.run(main, []) == 128 + number
     assert capfd.readouterr().err == ""
 
 
@@ -842,7 +844,7 @@ def test_signal_inside_the_hook_of_ignored_ones_comes_again(monkeypatch, capfd):
         time.sleep(10)
 
     monkeypatch.setattr(signals, "send_later", send_slowly)
-    assert cli.run(main, []) == 128 + signal.SIGTERM
+    assert entry.run(main, []) == 128 + signal.SIGTERM
     assert len(sent) > 1 and capfd.readouterr().err == ""
 
 
@@ -856,7 +858,7 @@ def test_umask_is_obeyed(short_run, tmp_path, mask):
         files.write_atomically(tmp_path / "out" / "log.jsonl", b"")
         outputs.write(tmp_path / "page.html", b"")
         argv = [f"--out_dir={short_run}", f"--dest={tmp_path / 'hf'}"]
-        assert cli.run(export.main, argv) == 0
+        assert entry.run(export.main, argv) == 0
     finally:
         os.umask(before)
     for path in tmp_path.rglob("*"):

@@ -13,12 +13,12 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli
-from support.data.tokenizer import Tokenizer
-from support.ensemble import Ensemble
-from support.errors import UserError
-from support.infill.likelihood import chain_rule
-from support.infill.padding import compute_once
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.ensemble import Ensemble
+from nanomdlm.support.infill.likelihood import chain_rule
+from nanomdlm.support.infill.shared_padding import compute_once
 
 LETTERS = Tokenizer("char", [*"abcde"])
 TEXT = "abcadbcaeabcddcbaabceabcdabcadbca" * 12
@@ -46,7 +46,7 @@ def named(runs):
 def evaluated(capsys, out_dir, *flags):
     """What eval.py --json says."""
     args = [f"--out_dir={out_dir}", "--pictures=none", "--json=-", *map(str, flags)]
-    assert cli.run(eval.main, args) == 0
+    assert entry.run(eval.main, args) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -108,7 +108,7 @@ def test_sample_writes_with_all(runs, tmp_path, task, capsys):
         flags = [f"--output={tmp_path / 'out.txt'}"]
     else:
         flags = ["--json=-", "--seed=1"]
-    assert cli.run(sample.main, [f"--out_dir={named(runs)}", task, *flags]) == 0
+    assert entry.run(sample.main, [f"--out_dir={named(runs)}", task, *flags]) == 0
     captured = capsys.readouterr()
     assert "the mean of 2 networks: " in captured.err
     if "--json=-" in flags:
@@ -119,7 +119,7 @@ def test_sample_writes_with_all(runs, tmp_path, task, capsys):
 def test_sample_is_what_python_callers_get(runs, capsys):
     args = [f"--out_dir={named(runs)}", "--prompt=abc", "--length=12", "--json=-"]
     args += ["--seed=3"]
-    assert cli.run(sample.main, args) == 0
+    assert entry.run(sample.main, args) == 0
     text = json.loads(capsys.readouterr().out)["text"]
     model, tokenizer, _ = mdlm.load(runs)
     assert sample.write(model, tokenizer, "abc", length=12, seed=3) == [text]
@@ -127,7 +127,7 @@ def test_sample_is_what_python_callers_get(runs, capsys):
 
 def refused(out_dir, main=eval.main, *flags):
     """Check that a program refuses --out_dir, or a flag with it."""
-    assert cli.run(main, [f"--out_dir={out_dir}", *flags]) == 2
+    assert entry.run(main, [f"--out_dir={out_dir}", *flags]) == 2
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_documents_and_learned_lengths(tmp_path, capsys):
     ]
     for pair in (given, learned):
         for task in ("--infill=ab[___]cd", "--prompt=abc"):
-            assert cli.run(sample.main, [f"--out_dir={named(pair)}", task, "--json=-"]) == 0
+            assert entry.run(sample.main, [f"--out_dir={named(pair)}", task, "--json=-"]) == 0
             assert json.loads(capsys.readouterr().out)["text"][:2] == "ab"
     refused(named([given[0], learned[0]]))
     assert "--document_length" in capsys.readouterr().err
@@ -219,7 +219,7 @@ def test_autoregressive_networks(tmp_path, letters_file, capsys):
     first, second = (evaluated(capsys, run, f"--data={letters_file}")["nll"] for run in pair)
     both = evaluated(capsys, named(pair), f"--data={letters_file}")["nll"]
     assert both <= (first + second) / 2
-    assert cli.run(sample.main, [f"--out_dir={named(pair)}", "--prompt=abc"]) == 0
+    assert entry.run(sample.main, [f"--out_dir={named(pair)}", "--prompt=abc"]) == 0
 
 
 def test_texts_that_differ_are_named(runs, tmp_path, letters_file, capsys):
@@ -250,16 +250,16 @@ def test_pictures_of_one_run_stay(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = shutil.copytree(trained, tmp_path / "run")
     before = sorted(path.name for path in run.iterdir())
-    assert cli.run(eval.main, [f"--out_dir={run},{run}", "--windows=2", "--passes=1"]) == 0
+    assert entry.run(eval.main, [f"--out_dir={run},{run}", "--windows=2", "--passes=1"]) == 0
     assert sorted(path.name for path in run.iterdir()) == before
     flags = ["--windows=2", "--passes=1", "--pictures=drawn"]
-    assert cli.run(eval.main, [f"--out_dir={run},{run}", *flags]) == 0
+    assert entry.run(eval.main, [f"--out_dir={run},{run}", *flags]) == 0
     assert "confidence.png" in {path.name for path in (tmp_path / "drawn").iterdir()}
 
 
 def test_many_names_are_no_long_path(runs):
     assert len(mdlm.load(named(runs * 9))[0].networks) == 18
-    assert cli.run(eval.main, [f"--out_dir={named(runs * 90)}", "--text=abc", "--json=-"]) == 0
+    assert entry.run(eval.main, [f"--out_dir={named(runs * 90)}", "--text=abc", "--json=-"]) == 0
 
 
 def test_export_takes_one(runs, tmp_path, capsys):

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 import eval
 import mdlm
-from support import cli, evaluation, kernels, plots
-from support.data import sources
-from support.infill import calls, likelihood
-from support.training import checkpoint
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data import sources
+from nanomdlm.support.infill import likelihood, model_calls
+from nanomdlm.support.run import checkpoint, evaluation, plots
 
 CORPUS = SimpleNamespace(chars_per_token=2.0, entropy=None)
 
@@ -183,7 +184,7 @@ def runs(pydoc, tmp_path_factory):
 
 
 def evaluate(*flags):
-    return cli.run(eval.main, [str(flag) for flag in flags])
+    return entry.run(eval.main, [str(flag) for flag in flags])
 
 
 def results(capsys, *flags):
@@ -275,7 +276,7 @@ def test_text_is_masked_and_predicted(runs, tmp_path, capsys):
     # What the model says where only these are masked.
     model, tokenizer, _ = mdlm.load(runs / "mdlm")
     x0 = torch.tensor([tokenizer.encode(text)])
-    xt = calls.to_context(model, torch.where(hidden, model.mask_id, x0))
+    xt = model_calls.to_context(model, torch.where(hidden, model.mask_id, x0))
     best = model(xt)[0].argmax(-1)
     for i in hidden.nonzero()[:, 0].tolist():
         token = r["tokens"][i]
@@ -287,7 +288,7 @@ def test_text_is_masked_and_predicted(runs, tmp_path, capsys):
     assert [c == "█" for c in lines["masked"]] == [m != " " for m in lines["+ is right"]]
     # Accuracy and cross-entropy by mask rate are those of an evaluation of this text.
     scored = torch.arange(32)[None].expand(128, -1) < len(text)
-    again = mdlm.evaluate(model, calls.to_context(model, x0).expand(128, -1), scored=scored)
+    again = mdlm.evaluate(model, model_calls.to_context(model, x0).expand(128, -1), scored=scored)
     assert r["accuracy"] == pytest.approx(again["accuracy"], abs=1e-6)
     assert f"{r['ce'][4]:.2f}" in said
 
@@ -370,5 +371,5 @@ def test_mistakes_get_one_sentence(runs, capsys, monkeypatch, flags, words):
 
 
 def test_rate_of_zero_is_refused(capsys):
-    assert cli.run(eval.main, ["--text=The value", "--rate=0"]) == 2
+    assert entry.run(eval.main, ["--text=The value", "--rate=0"]) == 2
     assert "--rate=0" in capsys.readouterr().err

@@ -18,10 +18,12 @@ from safetensors.torch import load_file
 import export
 import mdlm
 import sample
-from support import abilities, cli, kernels
-from support.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
-from support.errors import UserError
-from support.training import checkpoint
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.tokenizer import Tokenizer, open_tokenizer, train_bpe
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import checkpoint
 
 needs_trainer = pytest.mark.skipif(
     not (find_spec("transformers") and find_spec("accelerate")),
@@ -54,7 +56,7 @@ def save(out, tokenizer, lengths=slice(3, 9), count=5, **settings):
 
 def write(root, name, out, *flags):
     """Export a run, and beside it what the export must give."""
-    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={root / name}", *flags]) == 0
+    assert entry.run(export.main, [f"--out_dir={out}", f"--dest={root / name}", *flags]) == 0
     model, tokenizer, config = mdlm.load(out, kernel="torch")
     g = torch.Generator().manual_seed(0)
     T = config.block_size
@@ -177,7 +179,7 @@ def test_transformers_gives_equal_logits_texts_and_ids(tmp_path, pydoc, library)
 def test_card_says_what_the_log_says(tmp_path, text_file, capsys):
     out = tmp_path / "out"
     assert run_mdlm(*TINY, f"--data={text_file}", "--max_steps=2", f"--out_dir={out}") == 0
-    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'my model'}"]) == 0
+    assert entry.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'my model'}"]) == 0
     card = (tmp_path / "my model" / "README.md").read_text()
     last = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()][-1]
     assert f"{last['val_nelbo']:.4f} +- {last['val_nelbo_se']:.4f}" in card
@@ -210,7 +212,7 @@ def test_card_of_a_checkpoint_alone(short_run, tmp_path):
         (tmp_path / "best", "eval.py"),
     ):
         dest = tmp_path / f"{folder.name}-hf"
-        assert cli.run(export.main, [f"--out_dir={folder}", f"--dest={dest}"]) == 0
+        assert entry.run(export.main, [f"--out_dir={folder}", f"--dest={dest}"]) == 0
         assert words in (dest / "README.md").read_text()
 
 
@@ -219,7 +221,9 @@ def test_card_of_a_checkpoint_alone(short_run, tmp_path):
 def test_code_of_the_card_runs(tmp_path, objective):
     # Documents as long as the context.
     save(tmp_path / "out", Tokenizer("byte", None, True), lengths=-1, objective=objective)
-    assert cli.run(export.main, [f"--out_dir={tmp_path / 'out'}", f"--dest={tmp_path / 'm'}"]) == 0
+    assert (
+        entry.run(export.main, [f"--out_dir={tmp_path / 'out'}", f"--dest={tmp_path / 'm'}"]) == 0
+    )
     code = (tmp_path / "m" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     command = [sys.executable, "-I", "-c", code]
     environment = dict(HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
@@ -292,7 +296,7 @@ def test_trainer_of_transformers_tunes_what_mdlm_loads(tmp_path):
 def test_code_of_the_docs_tunes_with_the_trainer(tmp_path):
     save(tmp_path / "out", Tokenizer("byte"))
     flags = [f"--out_dir={tmp_path / 'out'}", f"--dest={tmp_path / 'my-model'}"]
-    assert cli.run(export.main, flags) == 0
+    assert entry.run(export.main, flags) == 0
     section = (ROOT / "docs" / "export.md").read_text().split("## Fine-tune with")[1]
     code = section.split("```python\n")[1].split("```")[0]
     (tmp_path / "mine.txt").write_text("all work and no play " * 200)
@@ -312,7 +316,7 @@ torch.save((x, trainer.model.eval()(x).logits.detach()), "my-model-tuned.pt")
 @pytest.mark.skipif(not find_spec("diffusers"), reason="no diffusers")
 def test_llada2_pipeline_writes_with_the_shipped_weights(tmp_path):
     assert (
-        cli.run(export.main, [f"--out_dir={checkpoint.SHIPPED}", f"--dest={tmp_path / 'm'}"]) == 0
+        entry.run(export.main, [f"--out_dir={checkpoint.SHIPPED}", f"--dest={tmp_path / 'm'}"]) == 0
     )
     code = """
 import torch
@@ -343,8 +347,8 @@ def test_checkpoint_in_bfloat16_is_the_rounded_model(kind, tmp_path):
     save(tmp_path / "out", Tokenizer("byte", None, is_documents), count=257, **settings)
     given = [f"--out_dir={tmp_path / 'out'}", "--to=checkpoint"]
     small, same = tmp_path / "small", tmp_path / "same"
-    assert cli.run(export.main, [*given, f"--dest={small}", "--weights=bfloat16"]) == 0
-    assert cli.run(export.main, [*given, f"--dest={same}"]) == 0
+    assert entry.run(export.main, [*given, f"--dest={small}", "--weights=bfloat16"]) == 0
+    assert entry.run(export.main, [*given, f"--dest={same}"]) == 0
     before, after = (mdlm.load(folder)[0] for folder in (tmp_path / "out", small))
     if is_documents:
         assert after.length_counts.max() == 257  # which bfloat16 cannot say
@@ -361,7 +365,7 @@ def test_checkpoint_in_bfloat16_is_the_rounded_model(kind, tmp_path):
 def test_exported_checkpoint_has_no_state_and_is_fine_tuned(short_run, tmp_path):
     small = tmp_path / "small"
     given = [f"--out_dir={short_run}", f"--dest={small}", "--to=checkpoint", "--weights=bfloat16"]
-    assert cli.run(export.main, given) == 0
+    assert entry.run(export.main, given) == 0
     kept = {"config.json", "tokenizer.json", "model.safetensors", "manifest.json"}
     assert {path.name for path in small.iterdir()} == kept
     score = [
@@ -408,7 +412,7 @@ def test_mistakes_get_one_sentence_and_leave_nothing(short_run, tmp_path, capsys
     before = sorted(Path(tmp_path).iterdir())
     capsys.readouterr()
     argv = [flag.format(run=short_run, tmp=tmp_path) for flag in flags]
-    assert cli.run(export.main, argv) == 2
+    assert entry.run(export.main, argv) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words), said
     assert sorted(Path(tmp_path).iterdir()) == before
@@ -420,7 +424,7 @@ def test_full_disk_leaves_no_folder(short_run, tmp_path, capsys, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(export.files, "write_synced", full)
-    assert cli.run(export.main, [f"--out_dir={short_run}", f"--dest={tmp_path / 'm'}"]) == 2
+    assert entry.run(export.main, [f"--out_dir={short_run}", f"--dest={tmp_path / 'm'}"]) == 2
     assert "No space left" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -433,7 +437,7 @@ def test_export_is_loaded_and_fine_tuned(kind, tie, tmp_path, pydoc, library):
     out = tmp_path / "out"
     save(out, tokenizer, tie=tie)
     dest = tmp_path / "hf"
-    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
+    assert entry.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
     before, after = (mdlm.load(folder, kernel="torch") for folder in (out, dest))
     assert before[1].encode(pydoc[:500]) == after[1].encode(pydoc[:500])
     assert before[1].end_id == after[1].end_id and before[1].vocab_size == after[1].vocab_size

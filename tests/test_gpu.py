@@ -14,8 +14,8 @@ from conftest import ROOT, corpus_of, losses, read_log, run_mdlm
 
 import bench
 import mdlm
-from support.training import compiling
-from support.training import run as support_run
+from nanomdlm.support.run import compiling
+from nanomdlm.support.run import run as support_run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.training import graphs, optimizers
+from nanomdlm.support.run import graphs, optimizers
 
 
 class Graph:

@@ -12,9 +12,10 @@ import torch
 from conftest import ROOT, TINY, Toy, exhaustive_nelbo, run_mdlm
 
 import sample
-from support import cli, pretrained
-from support.data.tokenizer import Tokenizer
-from support.infill import likelihood
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.infill import likelihood
+from nanomdlm.support.networks import pretrained
 
 pytest.importorskip("lm_eval", reason="no lm_eval")
 from test_pretrained import flags_of, folder_of, random_ids, tokenizer_of
@@ -337,7 +338,7 @@ def test_end_stands_between_prompt_and_answer(tmp_path):
 )
 def test_mistake_gets_one_sentence(tmp_path, capsys, args, said):
     args = args.replace("NOWHERE", str(tmp_path / "nowhere"))
-    assert cli.run(harness.Harness.create_from_arg_string, args) == 2
+    assert entry.run(harness.Harness.create_from_arg_string, args) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 

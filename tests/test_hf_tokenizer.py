@@ -19,14 +19,14 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, files
-from support.data import hf_tokenizer, sources, texts, tokenizer
-from support.data.texts import prepare
-from support.data.tokenizer import Tokenizer, build_tokenizer
-from support.errors import UserError
-from support.infill import templates
-from support.training import log
-from support.web import viewer
+from nanomdlm.support.cli import entry, files
+from nanomdlm.support.data import hf_tokenizer, sources, texts, tokenizer
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import templates
+from nanomdlm.support.run import log
+from nanomdlm.support.web import viewer
 
 OWN = ("char", "byte", "word", "bpe")
 ALL = (*tokenizer_kinds.KINDS, *OWN)
@@ -395,7 +395,7 @@ def bert_run(made, pydoc, tmp_path_factory):
 @pytest.mark.parametrize("flag", ["--prompt=a 漢 b", "--infill=a 漢 █", "--text=a 漢 b"])
 def test_programs_refuse_what_their_tokenizer_loses(bert_run, flag, capsys):
     program = eval if flag.startswith("--text") else sample
-    assert cli.run(program.main, [f"--out_dir={bert_run}", "--device=cpu", flag]) == 2
+    assert entry.run(program.main, [f"--out_dir={bert_run}", "--device=cpu", flag]) == 2
     said = capsys.readouterr().err
     assert "does not know '漢'" in said and "Traceback" not in said
 

@@ -21,9 +21,9 @@ from conftest import CHECKPOINT_FILES, TINY, run_mdlm, sign
 from safetensors.torch import load_file, save_file
 
 import mdlm
-from support.data.tokenizer import Tokenizer, tokenizer_from_json
-from support.errors import UserError
-from support.training import checkpoint
+from nanomdlm.support.data.tokenizer import Tokenizer, tokenizer_from_json
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import checkpoint
 
 CPU = torch.device("cpu")
 

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mdlm
-from support.data import sources, tokenizer
-from support.data.texts import prepare
-from support.errors import UserError
+from nanomdlm.support.data import sources, tokenizer
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.errors import UserError
 
 CPU = torch.device("cpu")
 CONFIG = mdlm.Config(block_size=32)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from support import environment
+from nanomdlm.support.cli import environment
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,11 +34,19 @@ SOURCES = [p for p in FILES if p.suffix in (".py", ".html", ".js", ".css")]
 SOURCES = [p for p in SOURCES if p.parts[0] not in ("tests", "lessons")]
 TEXTS = {p: (ROOT / p).read_text(encoding="utf-8") for p in SOURCES}
 TREES = {p: ast.parse(text) for p, text in TEXTS.items() if p.suffix == ".py"}
-MODULES = {".".join(p.with_suffix("").parts).removesuffix(".__init__"): p for p in TREES}
+PACKAGES = ("kernels", "support", "variants")  # which are imported as nanomdlm.kernels ...
+
+
+def module_of(path):
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    return f"nanomdlm.{name}" if path.parts[0] in PACKAGES else name
+
+
+MODULES = {module_of(p): p for p in TREES}
 
 
 def imports(nodes, package):
-    """The own modules that these nodes of a tree import (kernels/ as support.kernels).
+    """The own modules that these nodes of a tree import (kernels/ as nanomdlm.kernels).
 
     package: the folder of the file, for relative imports.
     """
@@ -54,14 +62,17 @@ def imports(nodes, package):
             else:
                 found |= {module}
             found |= {f"{module}.{alias.name}" for alias in node.names}
-    kernels = {name.removeprefix("support.") for name in found if "kernels" in name}
-    return (found | kernels) & MODULES.keys()
+    return found & MODULES.keys()
+
+
+def package_of(path):
+    return module_of(path).rpartition(".")[0] if path.name != "__init__.py" else module_of(path)
 
 
 # To products, which are imported where they are asked for.
-DOORS = {"support/networks.py", "support/doors.py"}
+DOORS = {"support/cli/networks.py", "support/cli/products.py"}
 GRAPH = {
-    name: imports(ast.walk(TREES[path]), path.parts[0]) if str(path) not in DOORS else set()
+    name: imports(ast.walk(TREES[path]), package_of(path)) if str(path) not in DOORS else set()
     for name, path in MODULES.items()
 }
 
@@ -77,8 +88,7 @@ def test_imports_have_no_circle():
                 todo += GRAPH[module]
         return seen
 
-    # A module of a package imports the package's __init__, which may import the module.
-    assert [m for m in GRAPH if m in reached(m) and not m.startswith("kernels")] == []
+    assert [m for m in GRAPH if m in reached(m)] == []
 
 
 def test_own_modules_are_imported_on_top():
@@ -90,15 +100,15 @@ def test_own_modules_are_imported_on_top():
         for node in tree.body:
             if isinstance(node, (ast.If, ast.Try)):
                 top |= set(ast.walk(node))
-        if imports(set(ast.walk(tree)) - top, path.parts[0]):
-            inside[str(path)] = imports(set(ast.walk(tree)) - top, path.parts[0])
+        if imports(set(ast.walk(tree)) - top, package_of(path)):
+            inside[str(path)] = imports(set(ast.walk(tree)) - top, package_of(path))
     assert inside == {}
 
 
-# The packages that the files of a package may import. Programs may import all.
+# Which folders the files of a folder may import. Programs may import all.
 MAY_IMPORT = {
     "kernels": {"kernels"},
-    "support": {"support", "kernels"},  # kernels import nothing of it, so there is no circle
+    "support": {"support", "kernels"},
     "variants": {"variants", "support", "kernels"},
 }
 
@@ -106,9 +116,10 @@ MAY_IMPORT = {
 def test_libraries_import_no_program():
     upward = []
     for module, used in GRAPH.items():
-        package = module.split(".")[0]
-        allowed = MAY_IMPORT.get(package, {name.split(".")[0] for name in MODULES})
-        upward += [(module, other) for other in used if other.split(".")[0] not in allowed]
+        folder = MODULES[module].parts[0]
+        if folder in MAY_IMPORT:
+            others = [MODULES[name] for name in used if name != "nanomdlm"]
+            upward += [(module, p) for p in others if p.parts[0] not in MAY_IMPORT[folder]]
     assert upward == []
 
 

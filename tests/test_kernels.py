@@ -18,7 +18,7 @@ from aot import ARCHITECTURES, SHARED
 from conftest import TINY, losses, run_mdlm
 
 import mdlm
-from support.kernels import operations as kernels
+from nanomdlm.kernels import operations as kernels
 
 HERE = Path(__file__).parent
 INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

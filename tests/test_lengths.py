@@ -11,11 +11,11 @@ import torch
 from conftest import ROOT, Toy, hashed_world
 
 import sample
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.lengths import score_lengths
+from nanomdlm.support.infill.templates import Gap, encode_segments
 from studies import lengths
-from support.data.tokenizer import Tokenizer
-from support.errors import UserError
-from support.infill.lengths import score_lengths
-from support.infill.templates import Gap, encode_segments
 
 LETTERS = list("abcde")
 V = len(LETTERS)

@@ -21,11 +21,14 @@ from conftest import ROOT, unknown_flags
 
 import mdlm
 import sample
-from support import cli, kernels, plots, pretrained
-from support.data.tokenizer import Tokenizer
-from support.kernels.reference import block_spans, is_visible
-from support.view import View
-from support.web import viewer
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import block_spans, is_visible
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.networks import pretrained
+from nanomdlm.support.run import plots
+from nanomdlm.support.view import View
+from nanomdlm.support.web import viewer
 
 LESSONS = ROOT / "lessons"
 
@@ -777,7 +780,7 @@ def test_two_orders_are_drawn_side_by_side(monkeypatch, tmp_path):
     monkeypatch.setattr(pictures, "write_figure", lambda fig, path, **more: drawn.append(fig))
     shipped = f"--run={ROOT / 'weights' / 'shakespeare'}"
     args = ["--orders=random,spread", "--text=To ███ be", "--steps=2", shipped]
-    assert cli.run(pictures.main, [str(tmp_path / "t.png"), *args]) == 0
+    assert entry.run(pictures.main, [str(tmp_path / "t.png"), *args]) == 0
     left, right = drawn[0].axes
     titles = [f"--order={order} --correct=0: 2 steps" for order in ("random", "spread")]
     assert [ax.get_title() for ax in (left, right)] == titles
@@ -801,7 +804,7 @@ def test_losses_by_rate_are_drawn_for_each_evaluation(monkeypatch, tmp_path, cap
     args = ["x.png", "--compare=bert.json,writer.json"]
     for more, theme in ([], plots.LIGHT), (["--dark"], plots.DARK):
         colors = (theme.red, theme.blue)
-        assert cli.run(pictures.main, [*args, *more]) == 0
+        assert entry.run(pictures.main, [*args, *more]) == 0
         (ax,) = drawn.pop().axes
         curves = [line for line in ax.lines if line.get_marker() == "o"]
         for curve, values, color in zip(curves, ce.values(), colors):
@@ -861,7 +864,7 @@ def test_picture_is_drawn_by_the_command_beside_it(name, more, tmp_path, monkeyp
     (args,) = [a for figures in FIGURES.values() for a in figures if f"--draw={name}" in a]
     monkeypatch.chdir(tmp_path)
     args = [SHIPPED if word.startswith("--run=") else word for word in args]
-    assert cli.run(load("pictures").main, [*args, *more]) == 0
+    assert entry.run(load("pictures").main, [*args, *more]) == 0
     image = matplotlib_image(tmp_path / args[0])
     paper = (1, 1, 1) if not more else (0x0F / 255, 0x11 / 255, 0x18 / 255)
     assert image[0, 0, :3].tolist() == pytest.approx(paper, abs=0.02)
@@ -991,8 +994,8 @@ def test_losses_are_those_of_the_run_that_is_named(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     main = load("pictures").main
     (args,) = [a for a in FIGURES["4_a_training_run.md"] if "--run=out-first" in a]
-    assert cli.run(main, args) == 0 and (tmp_path / args[0]).stat().st_size > 5000
-    assert cli.run(main, ["x.png", "--draw=losses", "--run=out-first,nowhere"]) == 2
+    assert entry.run(main, args) == 0 and (tmp_path / args[0]).stat().st_size > 5000
+    assert entry.run(main, ["x.png", "--draw=losses", "--run=out-first,nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
 
 
@@ -1009,7 +1012,7 @@ def test_losses_are_those_of_the_run_that_is_named(tmp_path, monkeypatch, capsys
 )
 def test_drawing_that_cannot_be_is_one_sentence(flags, name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.run(load("pictures").main, ["x.png", *flags]) == 2
+    assert entry.run(load("pictures").main, ["x.png", *flags]) == 2
     said = capsys.readouterr().err
     assert name in said and said.count("\n") == 1 and not any(tmp_path.iterdir())
 
@@ -1032,7 +1035,7 @@ def test_animation_ends_on_the_text(tmp_path):
     made = dict(tokens=list("<a&b"), given=[True, False, True, False], frames=frames, **about)
     viewer.write_page(tmp_path / "page.html", [made], {})
     svg = tmp_path / "x.svg"
-    assert cli.run(animate.main, [str(tmp_path / "page.html"), str(svg), "--dark"]) == 0
+    assert entry.run(animate.main, [str(tmp_path / "page.html"), str(svg), "--dark"]) == 0
     root = ElementTree.parse(svg).getroot()
     style = root.find("{*}style").text
     stays = [t for t in root.findall("{*}text") if f".{t.get('class')}{{opacity:0" not in style]
@@ -1057,7 +1060,7 @@ def test_patterns_find_the_sweet_spot(tmp_path, capsys):
     patterns.draw(shares, [1.0] * 6, texts, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 20_000
     args = [str(ROOT / "weights" / "shakespeare"), str(tmp_path / "x.png")]
-    assert cli.run(patterns.main, args) == 2
+    assert entry.run(patterns.main, args) == 2
     assert "--data=patterns" in capsys.readouterr().err
 
 
@@ -1136,16 +1139,16 @@ def test_page_with_other_types_is_no_page(tmp_path, capsys, key):
     animate = load("animate")
     page = tmp_path / "page.html"
     entries = [[[99, "b"]], [[-1, "b"]], [["1", "b"]], [[1, 5]], [[1, None]], [[1.0, "b"]]]
-    for value in (*OTHER_VALUES, *([entry] for entry in entries)):
+    for value in (*OTHER_VALUES, *([each] for each in entries)):
         if key == "calls" and value == 5:
             continue
         content = json.dumps(dict(samples=[SAMPLE | {key: value}]))
         page.write_text(f'<script id="data">{content}</script>')
-        assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 2, value
+        assert entry.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 2, value
         assert str(page) in capsys.readouterr().err
     for content in (None, [], 5, {}, dict(samples=None), dict(samples=[5]), dict(samples="ab")):
         page.write_text(f'<script id="data">{json.dumps(content)}</script>')
-        assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 2, content
+        assert entry.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 2, content
     assert not (tmp_path / "a.svg").exists()
     page.write_text(f'<script id="data">{json.dumps(dict(samples=[SAMPLE]))}</script>')
-    assert cli.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 0
+    assert entry.run(animate.main, [str(page), str(tmp_path / "a.svg")]) == 0

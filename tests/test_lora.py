@@ -12,9 +12,9 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, signals
-from support.errors import UserError
-from support.training import checkpoint
+from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import checkpoint
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -102,7 +102,7 @@ def test_the_frozen_weights_are_in_memory_once(folder_of, some_text, tmp_path, m
 def test_export_merges_the_adapters(kind, runs, some_text, tmp_path):
     """The library alone has the logits of the run, and a run can begin with it."""
     out = f"--out_dir={runs(kind)}"
-    assert cli.run(export.main, [out, f"--dest={tmp_path / 'hf'}"]) == 0
+    assert entry.run(export.main, [out, f"--dest={tmp_path / 'hf'}"]) == 0
     model, *_ = mdlm.load(runs(kind))
     model.config.shift = False
     ids, wanted = logits_of(model)
@@ -118,8 +118,8 @@ def test_export_merges_the_adapters(kind, runs, some_text, tmp_path):
 
 def test_it_writes_fills_and_is_evaluated(runs, capfd):
     out = f"--out_dir={runs('llama')}"
-    assert cli.run(sample.main, [out, "--infill", "the [___] of"]) == 0
-    assert cli.run(eval.main, [out, "--windows=4", "--pictures=none"]) == 0
+    assert entry.run(sample.main, [out, "--infill", "the [___] of"]) == 0
+    assert entry.run(eval.main, [out, "--windows=4", "--pictures=none"]) == 0
     assert "NELBO" in capfd.readouterr().out
 
 

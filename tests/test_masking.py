@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from support.kernels import mask_tokens, mask_tokens_ref
-from support.kernels.reference import philox_words
+from nanomdlm.kernels.operations import mask_tokens, mask_tokens_ref
+from nanomdlm.kernels.reference import philox_words
 
 
 def test_the_words_are_philox_4x32_10():

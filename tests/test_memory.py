@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support import cli
-from support.training import session
+from nanomdlm.support.cli import entry
+from nanomdlm.support.run import session
 
 LARGE = ["--preset=gpu", "--device=cpu", "--compile=off", "--n_head=3", "--eval_windows=2"]
 LARGE += ["--max_steps=1", "--eval_interval=1000", "--log_interval=1"]
@@ -29,7 +29,7 @@ def test_programs_say_how_much_was_asked_for(error, words, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(sys, "argv", ["sample.py"])
-    assert cli.run(fail, []) == 2
+    assert entry.run(fail, []) == 2
     said = capsys.readouterr().err
     assert words in said and "--num_samples" in said and said.count("\n") == 1
 

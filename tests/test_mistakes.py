@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from conftest import run_mdlm, tiny_flags
 
-from support import cli
-from support.training import folder as run_folder
+from nanomdlm.support.cli import entry
+from nanomdlm.support.run import folder as run_folder
 
 TINY = tiny_flags("--max_steps=1", "--eval_windows=2", "--data={text}", "--out_dir=new")
 
@@ -199,11 +199,11 @@ def test_a_mistake_is_one_sentence(wrong, names, right, made, run, tmp_path, mon
     before = what_is_in(tmp_path)
     program, flags = typed(wrong, places)
     monkeypatch.setattr(sys, "argv", [f"{program}.py"])
-    assert cli.run(importlib.import_module(program).main, flags, run_folder.release) == 2
+    assert entry.run(importlib.import_module(program).main, flags, run_folder.release) == 2
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and said.startswith(f"{program}.py: "), said
     assert all(name.format_map(places) in said for name in names.split()), said
     assert what_is_in(tmp_path) == before
     if right:
         program, flags = typed(right, places)
-        assert cli.run(importlib.import_module(program).main, flags, run_folder.release) == 0
+        assert entry.run(importlib.import_module(program).main, flags, run_folder.release) == 0

@@ -5,9 +5,9 @@ import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from torch._inductor.utils import run_and_get_code
 
-from support.kernels.launch import can_compile
-from support.training.muon import BETA2, Muon, orthogonalize, orthogonalize_all
-from support.training.optimizers import average, average_to_compile
+from nanomdlm.kernels.launch import can_compile
+from nanomdlm.support.run.muon import BETA2, Muon, orthogonalize, orthogonalize_all
+from nanomdlm.support.run.optimizers import average, average_to_compile
 
 SHAPES = ((96, 32), (32, 32), (128, 32), (32, 128), (96, 32), (40, 72))
 

@@ -10,8 +10,8 @@ from conftest import ROOT, run_mdlm, tiny_flags
 
 import mdlm
 import sample
-from support import cli
-from support.data import sources
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data import sources
 
 
 def test_lessons_name_the_model_that_their_outputs_show():
@@ -49,7 +49,7 @@ def test_the_names_of_nanogpt_work(text_file, tmp_path):
     config = mdlm.load(tmp_path / "out")[2]
     assert (config.max_steps, config.warmup_steps) == (2, 1)
     more = ["--start=the", "--steps=1", "--length=9", f"--json={tmp_path / 'texts'}"]
-    assert cli.run(sample.main, [out, *more]) == 0
+    assert entry.run(sample.main, [out, *more]) == 0
     assert json.loads((tmp_path / "texts").read_text())["text"].startswith("the")
 
 

@@ -22,11 +22,11 @@ from conftest import (
 from safetensors.numpy import load_file
 
 import mdlm
-from support import kernels
-from support.errors import UserError
-from support.kernels.reference import attention_ref
-from support.view import masked_rows
-from variants import rates
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import attention_ref
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.view import masked_rows
+from nanomdlm.variants import rates
 
 VARIANTS = [
     dict(masking="bernoulli"),

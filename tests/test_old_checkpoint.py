@@ -15,8 +15,8 @@ from conftest import ROOT, losses, run_mdlm, sign
 
 import mdlm
 import sample
-from support.data.tokenizer import tokenizer_from_json
-from support.errors import UserError
+from nanomdlm.support.data.tokenizer import tokenizer_from_json
+from nanomdlm.support.errors import UserError
 
 DATA = ROOT / "tests" / "data"
 

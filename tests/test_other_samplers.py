@@ -17,7 +17,8 @@ from test_pretrained import ONE_KEY, SIZES, folder_of, random_ids, tokenizer_of,
 
 import export
 import mdlm
-from support import cli, pretrained
+from nanomdlm.support.cli import entry
+from nanomdlm.support.networks import pretrained
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -88,7 +89,7 @@ def exports(tmp_path_factory):
         ours = ("--n_layer", "--n_head", "--n_embd", "--dropout")
         flags = [flag for flag in tiny_flags(*flags) if not flag.startswith(ours)]
         assert run_mdlm(*flags) == 0
-        assert cli.run(export.main, [f"--out_dir={folder}/run", f"--dest={folder}/hf"]) == 0
+        assert entry.run(export.main, [f"--out_dir={folder}/run", f"--dest={folder}/hf"]) == 0
         return folder / "run", folder / "hf"
 
     return made

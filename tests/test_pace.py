@@ -18,10 +18,10 @@ from conftest import ROOT, TINY, corpus_of, losses, read_log, run_mdlm, saved, s
 
 import bench
 import mdlm
-import variants
-from support import cli, settings
-from support import progress as support_progress
-from support.training import clock, log, session
+from nanomdlm import variants
+from nanomdlm.support.cli import entry, settings
+from nanomdlm.support.cli import progress as support_progress
+from nanomdlm.support.run import clock, log, session
 
 ALWAYS = settings.NO_LIMIT
 
@@ -359,7 +359,7 @@ def test_bench_without_a_time_is_no_success(short_run, tmp_path, capsys, mode):
     path = tmp_path / "r.json"
     flags = ["--device=cpu", "--time_limit=1e-6", f"--json={path}"]
     flags += ["--preset=cpu"] if mode == "train" else [f"--out_dir={short_run}"]
-    assert cli.run(bench.main, [mode, *flags]) == 2
+    assert entry.run(bench.main, [mode, *flags]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert json.loads(path.read_text())["mode"] == mode, "what was begun is listed"

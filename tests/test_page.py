@@ -27,14 +27,14 @@ from webdriver import Browser
 import export
 import mdlm
 import sample
-from support import cli
-from support.constrain.automaton import automaton_of
-from support.data.tokenizer import Tokenizer
-from support.infill import filling, search, templates
-from support.kernels.reference import philox_words
-from support.proofread import mistakes
-from support.training import checkpoint
-from support.web import live_page, viewer
+from nanomdlm.kernels.reference import philox_words
+from nanomdlm.support.cli import entry
+from nanomdlm.support.constrain.automaton import automaton_of
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.infill import filling, search, templates
+from nanomdlm.support.proofread import mistakes
+from nanomdlm.support.run import checkpoint
+from nanomdlm.support.web import live_page, viewer
 
 WEIGHTS = ROOT / "weights" / "shakespeare"
 LETTERS = Tokenizer("char", list("ab <&>\"'/\n"))
@@ -42,7 +42,7 @@ slow = pytest.mark.slow
 
 
 def export_page(dest, *flags):
-    return cli.run(export.main, ["--to=page", f"--dest={dest}", *map(str, flags)])
+    return entry.run(export.main, ["--to=page", f"--dest={dest}", *map(str, flags)])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from conftest import ROOT
 from webdriver import Browser
 
 import mdlm
-import variants
-from support import cli, plots
+from nanomdlm import variants
+from nanomdlm.support.cli import entry
+from nanomdlm.support.run import plots
 
 figures = importlib.import_module("studies.figures")
 
@@ -185,13 +186,13 @@ def test_frontier_of_a_benchmark_without_a_twin(drawn):
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_figures_of_results_are_drawn_by_their_command(name, tmp_path, monkeypatch):
     picture = tmp_path / f"{name}.png"
-    assert cli.run(figures.main, [name, str(picture)]) == 0
+    assert entry.run(figures.main, [name, str(picture)]) == 0
     assert picture.stat().st_size > 20_000
     command = f"python studies/figures.py {name} results/{name}.png"
     assert command in (ROOT / "results" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def test_unknown_figure_is_refused(tmp_path, capsys):
-    assert cli.run(figures.main, ["speed", str(tmp_path / "x.png")]) == 2
+    assert entry.run(figures.main, ["speed", str(tmp_path / "x.png")]) == 2
     assert "'speed'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -31,15 +31,17 @@ import eval
 import export
 import mdlm
 import sample
+from nanomdlm.kernels.operations import REFERENCES
+from nanomdlm.kernels.reference import document_spans
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.data.tokenizer import open_tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import likelihood
+from nanomdlm.support.networks import pretrained
+from nanomdlm.support.run import checkpoint
+from nanomdlm.support.view import View
 from studies import adapt, first_token
-from support import abilities, cli, pretrained, signals
-from support.data.tokenizer import open_tokenizer
-from support.errors import UserError
-from support.infill import likelihood
-from support.kernels import REFERENCES
-from support.kernels.reference import document_spans
-from support.training import checkpoint
-from support.view import View
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -514,7 +516,7 @@ def runs(folder_of, some_text, tmp_path_factory):
 @pytest.mark.parametrize("kind, flag", [("bert", ""), ("llama", ""), ("llama", "--shift=false")])
 def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, flag, runs, some_text, tmp_path):
     out = runs(kind, *[flag] * bool(flag))
-    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]) == 0
+    assert entry.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]) == 0
     before = mdlm.load(out)[0]
     for name, source in (("run", out), ("export", tmp_path / "hf")):
         more = ["--max_steps=1", "--optimizer=adamw", "--learning_rate=0"]
@@ -535,7 +537,7 @@ def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, flag, runs, som
 @pytest.mark.parametrize("kind", FAST)
 def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
     """It has the same logits there, is not causal, and its tokenizer has [MASK]."""
-    assert cli.run(export.main, [f"--out_dir={runs(kind)}", f"--dest={tmp_path / 'hf'}"]) == 0
+    assert entry.run(export.main, [f"--out_dir={runs(kind)}", f"--dest={tmp_path / 'hf'}"]) == 0
     theirs = auto(kind).from_pretrained(tmp_path / "hf").eval()
     model, tokenizer, _ = mdlm.load(runs(kind))
     model.config.shift = False
@@ -566,7 +568,7 @@ def test_programs_work_with_a_network_of_others(kind, runs, tmp_path, capsys):
         flags = [flag.format(tmp=tmp_path) for flag in flags]
         argv = [out, *flags, "--steps=2"] if name != "compared" else [out, *flags]
         json_file = [] if name == "watch" else [f"--json={tmp_path}/{name}"]
-        assert cli.run(sample.main, [*argv, *json_file]) == 0, name
+        assert entry.run(sample.main, [*argv, *json_file]) == 0, name
     assert "█" not in json.loads((tmp_path / "html").read_text())["text"]
     assert (tmp_path / "page.html").stat().st_size > 1000
     model, tokenizer, _ = mdlm.load(runs(kind))
@@ -578,22 +580,22 @@ def test_programs_work_with_a_network_of_others(kind, runs, tmp_path, capsys):
     assert found.proven and found.compares_lengths
     for name in ("a", "b"):
         flags = [out, "--windows=4", "--exact", "--pictures=none", f"--json={tmp_path}/{name}.json"]
-        assert cli.run(eval.main, flags) == 0
+        assert entry.run(eval.main, flags) == 0
     r = json.loads((tmp_path / "a.json").read_text())
     assert r["exact"]["nll"] < r["nelbo"] + 4 * r["se"]
     capsys.readouterr()
-    assert cli.run(eval.main, [f"--compare={tmp_path}/a.json,{tmp_path}/b.json"]) == 0
-    assert cli.run(eval.main, [f"--compare={runs(kind)},{runs(kind)}", "--pictures=none"]) == 0
-    assert cli.run(eval.main, [out, "--text=the name of", "--pictures=none"]) == 0
+    assert entry.run(eval.main, [f"--compare={tmp_path}/a.json,{tmp_path}/b.json"]) == 0
+    assert entry.run(eval.main, [f"--compare={runs(kind)},{runs(kind)}", "--pictures=none"]) == 0
+    assert entry.run(eval.main, [out, "--text=the name of", "--pictures=none"]) == 0
     assert "name" in capsys.readouterr().out
 
 
 def test_page_of_a_network_of_others_is_refused(runs, tmp_path, capsys):
     flags = [f"--out_dir={runs('bert')}", f"--dest={tmp_path / 'it'}"]
-    assert cli.run(export.main, [*flags, "--to=page"]) == 2
+    assert entry.run(export.main, [*flags, "--to=page"]) == 2
     assert "--to=page" in capsys.readouterr().err
     assert not (tmp_path / "it").exists()
-    assert cli.run(export.main, [*flags, "--to=hf"]) == 0
+    assert entry.run(export.main, [*flags, "--to=hf"]) == 0
 
 
 CLIENT = """
@@ -624,7 +626,7 @@ def test_exports_sample_without_this_project(runs, folder_of, some_text, tmp_pat
     sources["headless"] = tmp_path / "headless"
     for kind, out in sources.items():
         dest = exports / kind
-        assert cli.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
+        assert entry.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
         model, _, _ = mdlm.load(out)
         ids = random_ids(model, 2, 16)
         ids[:, ::3] = model.mask_id
@@ -711,7 +713,7 @@ def test_tokenizers_stay_what_they_are(kind, words, mask, pydoc, some_text, tmp_
         (written,) = sample.write(model, tokenizer, "the name ███ the class", n=1)
         assert written.startswith("the name") and written.endswith("the class")
         source = tmp_path / f"{turn}-hf"
-        assert cli.run(export.main, [f"--out_dir={out}", f"--dest={source}"]) == 0
+        assert entry.run(export.main, [f"--out_dir={out}", f"--dest={source}"]) == 0
         exported = transformers.AutoTokenizer.from_pretrained(source)
         assert exported(text)["input_ids"] == ids
         gap = exported(f"the name{exported.mask_token} the class")["input_ids"]
@@ -749,7 +751,7 @@ def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_te
     with torch.enable_grad():
         out = ar_run(folder_of(kind) / "config.json", some_text, tmp_path / "ar", words)
     hf = tmp_path / "hf"
-    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={hf}"]) == 0
+    assert entry.run(export.main, [f"--out_dir={out}", f"--dest={hf}"]) == 0
     model, tokenizer, _ = mdlm.load(out)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
     begins = transformers.AutoTokenizer.from_pretrained(hf)
@@ -1098,13 +1100,13 @@ def test_the_study_plans_its_runs(folder_of, some_text, tmp_path, capsys):
     """Each command is one that mdlm.py takes, and what is missing is said."""
     flags = [f"--data={some_text}", f"--out_dir={tmp_path}", "--plan"]
     for wrong, name in ((flags, "--model"), (["--kind=decoder"], "--data")):
-        assert cli.run(adapt.main, wrong) == 2
+        assert entry.run(adapt.main, wrong) == 2
         assert name in capsys.readouterr().err
     model = f"--model={folder_of('bert')}"
     rates = ["--kind=rates", "--max_steps=4"]
     config = f"{model}/config.json"
     for more in ([model], ["--kind=decoder"], [*rates, model], [*rates, config]):
-        assert cli.run(adapt.main, [*flags, *more]) == 0
+        assert entry.run(adapt.main, [*flags, *more]) == 0
         for line in capsys.readouterr().out.splitlines():
             argv = shlex.split(line.partition("mdlm.py")[2])
             assert f"--data={some_text}" in argv
@@ -1116,7 +1118,7 @@ def test_the_study_trains_two_runs_at_a_time(folder_of, some_text, tmp_path, cap
     argv = [f"--data={some_text}", f"--out_dir={tmp_path / 'runs'}", "--kind=encoder"]
     argv += [f"--model={folder_of('bert')}", "--max_steps=2", "--block_size=16", "--cores=2"]
     for _ in range(2):
-        assert cli.run(adapt.main, argv) == 0
+        assert entry.run(adapt.main, argv) == 0
     said = capfd.readouterr().out
     nelbo = [adapt.read_curve(tmp_path / "runs" / name, "step") for name in ("adapted", "nothing")]
     assert said.count("the end | " + " | ".join(f"{c[-1][1]:.3f} +- {c[-1][2]:.3f}" for c in nelbo))
@@ -1142,7 +1144,9 @@ def test_a_given_first_token_moves_the_texts_by_one(folder_of):
 
 def test_first_tokens_are_measured(runs, capsys):
     """In a run with an untrained head: about ln V at every token; another one is refused."""
-    assert cli.run(first_token.main, ["measure", f"--out_dir={runs('llama')}", "--windows=8"]) == 0
+    assert (
+        entry.run(first_token.main, ["measure", f"--out_dir={runs('llama')}", "--windows=8"]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split("|")[1:-1] for line in lines if line.startswith("| ")][2:]
     assert [int(row[0]) for row in rows] == [0, 1, 2, 8]
@@ -1151,7 +1155,9 @@ def test_first_tokens_are_measured(runs, capsys):
         for cell in (alone, counts):
             value, error = (float(x) for x in cell.split(" +- "))
             assert abs(value - math.log(V)) < 1 + 5 * error
-    assert cli.run(first_token.main, ["measure", f"--out_dir={ROOT / 'weights/shakespeare'}"]) == 2
+    assert (
+        entry.run(first_token.main, ["measure", f"--out_dir={ROOT / 'weights/shakespeare'}"]) == 2
+    )
 
 
 def test_mask_counts_are_as_asked():

@@ -23,7 +23,7 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli, signals
+from nanomdlm.support.cli import entry, signals
 
 pytest.importorskip("transformers")
 folder_of, some_text, tokenizer_of = folder_of, some_text, tokenizer_of  # fixtures
@@ -154,10 +154,10 @@ def test_a_run_in_blocks_resumes_to_the_bit_and_writes(
     assert all(torch.equal(first[name], second[name]) for name in first)
     out = f"--out_dir={tmp_path / 'whole'}"
     capfd.readouterr()
-    assert cli.run(sample.main, [out, "--length=20", "the name"]) == 0
+    assert entry.run(sample.main, [out, "--length=20", "the name"]) == 0
     assert capfd.readouterr().out.startswith("the name")
-    assert cli.run(sample.main, [out, "--infill", "the [___] of"]) == 0
-    assert cli.run(eval.main, [out, "--windows=4", "--pictures=none"]) == 0
+    assert entry.run(sample.main, [out, "--infill", "the [___] of"]) == 0
+    assert entry.run(eval.main, [out, "--windows=4", "--pictures=none"]) == 0
     assert "in blocks of 4" in capfd.readouterr().out
 
 
@@ -168,7 +168,7 @@ def test_what_cannot_see_whole_texts_is_not_exported(
     more = [f"--block_length={S}", f"--infill_share={share}", "--max_steps=1"]
     assert run_mdlm(*flags_of(folder_of("llama"), some_text, tmp_path / "run", *more)) == 0
     argv = [f"--out_dir={tmp_path / 'run'}", f"--dest={tmp_path / 'hf'}"]
-    assert cli.run(export.main, argv) == code
+    assert entry.run(export.main, argv) == code
     said = capfd.readouterr().err
     assert (code == 0) == (tmp_path / "hf").exists()
     assert code == 0 or "--to=hf" in said
@@ -222,7 +222,7 @@ def test_it_answers(kind, more, folder_of, tmp_path, capsys):
     right = 0
     for q, a in SOUNDS.items():
         argv = [f"--out_dir={tmp_path / 'run'}", f"--prompt={q}", "--json=-", "--temperature=0"]
-        assert cli.run(sample.main, argv) == 0
+        assert entry.run(sample.main, argv) == 0
         prompt, _, answer = json.loads(capsys.readouterr().out)["text"].partition("\n")
         assert prompt == q
         right += answer.replace(" ", "") == a.replace(" ", "")

@@ -26,10 +26,11 @@ from test_shards import assert_equal_losses, nursery, train
 
 import export
 import mdlm
+from nanomdlm.support.cli import entry
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.networks import sharded_loading
+from nanomdlm.support.run import checkpoint
 from studies import scale
-from support import cli, parts
-from support.errors import UserError
-from support.training import checkpoint
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, /proc")
@@ -64,7 +65,7 @@ def are_close(a, b):
 @torch.no_grad()
 def assert_exported(kind, out, dest):
     """The library alone has the logits of the run in `out`."""
-    assert cli.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
+    assert entry.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
     model, *_ = mdlm.load(out)
     model.config.shift = False
     ids = random_ids(model, 2, 12)
@@ -231,13 +232,13 @@ def test_parts_are_the_whole(kind, folder_of, tokenizer_of, tmp_path):
 def test_layers_are_filled_one_at_a_time(folder_of, monkeypatch):
     """While a layer is filled, those after it have no memory."""
     seen = []
-    fill = parts.fill
+    fill = sharded_loading.fill
 
     def watch(model, module, find):
         seen.append(sum(not p.is_meta for p in model.parameters()))
         fill(model, module, find)
 
-    monkeypatch.setattr(parts, "fill", watch)
+    monkeypatch.setattr(sharded_loading, "fill", watch)
     model, _ = wrap(folder_of("llama"), shard=2)
     assert len(seen) == len(model.layers) + 1 and seen[0] == 0 and seen == sorted(seen)
 
@@ -251,7 +252,7 @@ def test_a_shallow_network_has_all_kinds_of_layers():
         *((kind, {}) for kind in ENCODERS),
     ):
         config = transformers.AutoConfig.for_model(kind, num_hidden_layers=12, **more)
-        settings = parts.shallow(config.to_dict(), config)
+        settings = sharded_loading.shallow(config.to_dict(), config)
         small = transformers.AutoConfig.for_model(**settings)
         assert small.num_hidden_layers == (
             6 if more else 2 if kind != "modernbert" else small.num_hidden_layers

@@ -11,9 +11,10 @@ from test_blocks import network
 from test_sample import save_model
 
 import sample
-from support import abilities, cli
-from support.data.tokenizer import Tokenizer
-from support.infill.likelihood import chain_rule
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.infill.likelihood import chain_rule
 
 V = 5
 LETTERS = Tokenizer("char", "abcde")
@@ -207,7 +208,7 @@ def run(tmp_path_factory):
 
 def lines_of(capsys, *argv):
     capsys.readouterr()
-    code = cli.run(sample.main, ["--device=cpu", *argv])
+    code = entry.run(sample.main, ["--device=cpu", *argv])
     said = capsys.readouterr()
     assert code == 0, said.err
     return [json.loads(line) for line in said.out.splitlines()]
@@ -271,7 +272,7 @@ def test_tokens_of_a_gap_have_what_they_cost_in_the_search(run, capsys):
     ],
 )
 def test_flags_that_do_nothing_are_refused(run, capsys, argv, words):
-    assert cli.run(sample.main, [f"--out_dir={run}", *argv]) == 2
+    assert entry.run(sample.main, [f"--out_dir={run}", *argv]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
 

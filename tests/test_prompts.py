@@ -13,10 +13,10 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli
-from support.data import sources
-from support.data.texts import prepare
-from support.infill.likelihood import chain_rule
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data import sources
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.infill.likelihood import chain_rule
 
 SOUNDS = {"cat": "meow", "a dog": "woof!", "the old cow": "moo", "me": "i am a model"}
 
@@ -60,7 +60,7 @@ def test_it_answers(kind, request, capsys):
     model, tokenizer, _ = mdlm.load(run)
     for q, a in SOUNDS.items():
         assert sample.write(model, tokenizer, q, n=2, temperature=0) == [f"{q}\n{a}"] * 2
-        assert cli.run(sample.main, [f"--out_dir={run}", f"--prompt={q}", "--json=-"]) == 0
+        assert entry.run(sample.main, [f"--out_dir={run}", f"--prompt={q}", "--json=-"]) == 0
         assert json.loads(capsys.readouterr().out)["text"] == f"{q}\n{a}"
     for flags, words in (
         (["--infill=cat███"], "give --prompt"),
@@ -68,7 +68,7 @@ def test_it_answers(kind, request, capsys):
         (["--prompt=" + "cat" * 20], "shorten it"),
         (["--prompt=cat", "--length=100"], "give at most 32"),
     ):
-        assert cli.run(sample.main, [f"--out_dir={run}", *flags]) == 2
+        assert entry.run(sample.main, [f"--out_dir={run}", *flags]) == 2
         assert words in capsys.readouterr().err
     with pytest.raises(ValueError, match="fills none"):
         sample.write(model, tokenizer, "cat███")
@@ -132,7 +132,7 @@ def test_answers_in_blocks_resume_and_are_evaluated(data, tmp_path, capsys):
             "--windows=9",
             *more,
         ]
-        assert cli.run(eval.main, settings) == 0
+        assert entry.run(eval.main, settings) == 0
         r = json.loads(capsys.readouterr().out)
         assert r["block_length"] == (0 if more else 8)
         assert math.isfinite(r["nelbo"] + r["se"])
@@ -150,7 +150,7 @@ def test_answers_in_blocks_resume_and_are_evaluated(data, tmp_path, capsys):
 )
 def test_what_answers_in_blocks_cannot_do(run_in_blocks, tmp_path, capsys, program, flags, words):
     flags = [flag.format(tmp=tmp_path) for flag in flags]
-    assert cli.run(program.main, [f"--out_dir={run_in_blocks}", *flags]) == 2
+    assert entry.run(program.main, [f"--out_dir={run_in_blocks}", *flags]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and words in said and not (tmp_path / "x").exists()
 

@@ -21,19 +21,19 @@ from hypothesis import strategies as st
 
 import mdlm
 import sample
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.proofread import file as fixing
+from nanomdlm.support.proofread import mistakes, proofreader, races
+from nanomdlm.support.proofread import words as words_of_text
+from nanomdlm.support.proofread.changes import Change, Part
+from nanomdlm.support.proofread.proofreader import Proofreader
+from nanomdlm.support.proofread.races import Edit
+from nanomdlm.support.proofread.tokens import Cutter, Token
+from nanomdlm.support.proofread.words import Words
+from nanomdlm.support.run import folder as run_folder
 from studies import proofreading as study
-from support import cli
-from support.data.tokenizer import Tokenizer
-from support.errors import UserError
-from support.proofread import file as fixing
-from support.proofread import mistakes, proofreader, races
-from support.proofread import words as words_of_text
-from support.proofread.changes import Change, Part
-from support.proofread.proofreader import Proofreader
-from support.proofread.races import Edit
-from support.proofread.tokens import Cutter, Token
-from support.proofread.words import Words
-from support.training import folder as run_folder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
 V = len(LETTERS)
@@ -337,7 +337,7 @@ def test_the_study_joins_pieces(tmp_path, capsys):
     assert network["mistakes"] == 80 and network["found"] == pytest.approx(2 / (1 + 80 / 62))
     assert gram["ahead"] == pytest.approx(network["found"] - gram["found"])
     assert gram["its error"] < 0.005 < gram["error"]  # the pieces differ, the methods do so alike
-    assert cli.run(study.main, [f"--join={tmp_path}/a,{tmp_path}/b"]) == 0
+    assert entry.run(study.main, [f"--join={tmp_path}/a,{tmp_path}/b"]) == 0
     assert "keyboard" in capsys.readouterr().out
 
 
@@ -348,7 +348,7 @@ def test_the_study_joins_pieces(tmp_path, capsys):
 def test_what_the_study_cannot_join_is_refused(tmp_path, capsys, content, said):
     if content is not None:
         (tmp_path / "a").write_text(content)
-    assert cli.run(study.main, [f"--join={tmp_path}/a"]) == 2
+    assert entry.run(study.main, [f"--join={tmp_path}/a"]) == 2
     err = capsys.readouterr().err
     assert said in err and "give files that --json" in err and err.count("\n") == 1
 
@@ -405,7 +405,7 @@ def test_tokens_join_to_the_text(kind, pydoc):
 
 
 def small(kind, text):
-    from support.data.tokenizer import build_tokenizer
+    from nanomdlm.support.data.tokenizer import build_tokenizer
 
     return build_tokenizer(kind, 600, False, lambda: [(text[:20_000], False)], 20_000)
 
@@ -492,7 +492,7 @@ def proofread(monkeypatch, tmp_path, capfdbinary):
     monkeypatch.setattr(sample, "default_run", lambda out: out)
 
     def run(*flags):
-        code = cli.run(sample.main, list(flags), run_folder.release)
+        code = entry.run(sample.main, list(flags), run_folder.release)
         out, err = capfdbinary.readouterr()
         return code, out.decode(), err.decode()
 

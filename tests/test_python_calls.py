@@ -18,10 +18,12 @@ from conftest import ROOT, tiny_flags
 import eval
 import mdlm
 import sample
-from support import files, kernels, signals
-from support.data.tokenizer import Tokenizer
-from support.infill.likelihood import chain_rule
-from support.training.checkpoint import SHIPPED
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import residual_dropout_ref
+from nanomdlm.support.cli import files, signals
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.infill.likelihood import chain_rule
+from nanomdlm.support.run.checkpoint import SHIPPED
 
 PUBLIC = [
     mdlm.load,
@@ -42,7 +44,7 @@ PUBLIC = [
     kernels.linear_cross_entropy_ref,
     kernels.attention_ref,
     kernels.norm_conv_ref,
-    kernels.residual_dropout_ref,
+    residual_dropout_ref,
 ]
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 from conftest import run_mdlm, tiny_flags
 
+from nanomdlm.support.cli import entry
 from studies import questions
-from support import cli
 
 SHORT = ["--max_steps=2", "--block_size=48", "--eval_windows=2"]
 
@@ -15,7 +15,7 @@ SHORT = ["--max_steps=2", "--block_size=48", "--eval_windows=2"]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     at = tmp_path_factory.mktemp("questions") / "qa.jsonl"
-    assert cli.run(questions.main, ["write", f"--dest={at}", "--records=400", "--seed=3"]) == 0
+    assert entry.run(questions.main, ["write", f"--dest={at}", "--records=400", "--seed=3"]) == 0
     return at
 
 
@@ -60,7 +60,7 @@ def test_right_answers_are_counted(data, tmp_path, monkeypatch, capsys):
 
         monkeypatch.setattr(questions.sample, "write", write)
         capsys.readouterr()
-        assert cli.run(questions.main, ask) == 0
+        assert entry.run(questions.main, ask) == 0
         rows = capsys.readouterr().out.strip().splitlines()[1:]
         assert len(rows) == 4 and all(row.split()[-1].startswith(share) for row in rows)
 
@@ -76,6 +76,6 @@ def test_mistakes_get_one_sentence(data, short_run, tmp_path, capfd):
         (["ask", f"--data={data}", f"--out_dir={short_run}"], "train it with --prompt_column"),
     ):
         capfd.readouterr()
-        assert cli.run(questions.main, argv) == 2
+        assert entry.run(questions.main, argv) == 2
         err = capfd.readouterr().err.strip()
         assert sentence in err and len(err.splitlines()) == 1

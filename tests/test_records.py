@@ -8,8 +8,8 @@ import torch
 from conftest import TINY, losses, read_log, run_mdlm
 
 import mdlm
-from support.data import sources
-from support.data.texts import prepare
+from nanomdlm.support.data import sources
+from nanomdlm.support.data.texts import prepare
 
 TEXTS = [f"Record {i} says: " + "na " * (i % 7) + "ü\n" for i in range(400)]
 

@@ -22,10 +22,10 @@ from conftest import CHECKPOINT_FILES, ROOT, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
-from support import files
-from support.errors import UserError
-from support.training import checkpoint
-from support.training import folder as run_folder
+from nanomdlm.support.cli import files
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import checkpoint
+from nanomdlm.support.run import folder as run_folder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and forks")
 
@@ -326,7 +326,8 @@ def small_disk(folder, size):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_full_standard_output_is_named(tmp_path, unbuffered):
     command = [sys.executable, str(ROOT / "sample.py"), "--help"]
-    code = "from support import cli\nimport sys\nsys.exit(cli.run(lambda _: print('x' * 9999), []))"
+    code = "import sys\nfrom nanomdlm.support.cli import entry\n"
+    code += "sys.exit(entry.run(lambda _: print('x' * 9999), []))"
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with small_disk(tmp_path / "disk", "4k") as disk:
         for argv in ([sys.executable, "-c", code], command):

@@ -17,9 +17,10 @@ import export
 import mdlm
 import sample
 import serve
-from support import cli, remote_code, signals
-from support.errors import UserError
-from support.training import checkpoint
+from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.networks import remote_code
+from nanomdlm.support.run import checkpoint
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -204,11 +205,11 @@ def test_trusted_code_trains_resumes_samples_and_leaves(
         assert (newest / name).read_bytes() == (folder_of(kind) / name).read_bytes()
     out = f"--out_dir={whole}"
     argv = [out, TRUST, "--infill", "the [___] of", f"--json={tmp_path / 'written'}"]
-    assert cli.run(sample.main, argv) == 0
-    assert cli.run(eval.main, [out, TRUST, "--windows=4", "--pictures=none"]) == 0
-    assert cli.run(export.main, [out, TRUST, f"--dest={tmp_path / 'hf'}"]) == 0
+    assert entry.run(sample.main, argv) == 0
+    assert entry.run(eval.main, [out, TRUST, "--windows=4", "--pictures=none"]) == 0
+    assert entry.run(export.main, [out, TRUST, f"--dest={tmp_path / 'hf'}"]) == 0
     quick = ["--num_samples=2", "--seeds=1"]
-    assert cli.run(bench.main, ["sample", out, TRUST, *quick]) == 0
+    assert entry.run(bench.main, ["sample", out, TRUST, *quick]) == 0
     model, _, config = mdlm.load(whole, trust_remote_code=True)
     assert config.shift == (kind == "causal")
     model.config.shift = False
@@ -248,7 +249,7 @@ def in_another_process(auto, folder):
 
 # ---- Without a word it never runs
 def of_run(program, *more):
-    return lambda run, folder, tmp: cli.run(program, [f"--out_dir={run}", *more])
+    return lambda run, folder, tmp: entry.run(program, [f"--out_dir={run}", *more])
 
 
 def of_mdlm(*flags):
@@ -283,7 +284,7 @@ COMMANDS = {
     "eval": of_run(eval.main, "--pictures=none"),
     "eval a text": of_run(eval.main, "--text=the name of", "--pictures=none"),
     "export": of_run(export.main, "--dest=hf"),
-    "bench": lambda run, *_: cli.run(bench.main, ["sample", f"--out_dir={run}"]),
+    "bench": lambda run, *_: entry.run(bench.main, ["sample", f"--out_dir={run}"]),
     "serve": of_run(serve.main, "--port=0"),
     "mdlm.load": in_python,
 }

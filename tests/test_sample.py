@@ -26,12 +26,14 @@ from safetensors.torch import save as to_safetensors
 
 import mdlm
 import sample
-from support import abilities, cli, kernels, numerics
-from support.data.tokenizer import Tokenizer, build_tokenizer
-from support.errors import NoEffect
-from support.infill import calls, likelihood, word_statistics
-from support.training import checkpoint
-from support.web import viewer
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support import abilities, numerics
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
+from nanomdlm.support.errors import NoEffect
+from nanomdlm.support.infill import likelihood, model_calls, word_statistics
+from nanomdlm.support.run import checkpoint
+from nanomdlm.support.web import viewer
 
 V = 3
 T = 4
@@ -179,7 +181,7 @@ def test_uniform_numbers_depend_on_their_keys_alone():
 def test_guidance_is_the_published_formula(world):
     x = torch.tensor([[1, V, V, 2]])
     w = 1.5
-    got = calls.predict(Toy(world.exact, V, T), "cpu", x, x != V, x == V, range(T), w)
+    got = model_calls.predict(Toy(world.exact, V, T), "cpu", x, x != V, x == V, range(T), w)
     conditional = world.exact(x)[x == V].float()
     without = world.exact(torch.full_like(x, V))[x == V].float()
     assert torch.allclose(got, without + (1 + w) * (conditional - without))
@@ -407,7 +409,7 @@ def say(capsys):
 
     def call(run, *args):
         capsys.readouterr()
-        code = cli.run(sample.main, [f"--out_dir={run.out}", "--device=cpu", *args])
+        code = entry.run(sample.main, [f"--out_dir={run.out}", "--device=cpu", *args])
         return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
     return call
@@ -637,7 +639,7 @@ class TestCharacters:
     def test_a_full_disk_gets_one_sentence(self, run, say, monkeypatch):
         if not Path("/dev/full").is_char_device():
             pytest.skip("no /dev/full here")
-        monkeypatch.setattr(cli, "silence_stdout", lambda: None)
+        monkeypatch.setattr(entry, "silence_stdout", lambda: None)
         r = say(run, "--steps=1", "--json=/dev/full")
         _, sentence = r.err.splitlines()  # after the line on the model
         assert r.code == 2 and "No space" in sentence
@@ -741,8 +743,8 @@ def test_memory_is_bounded_for_256_long_samples(vocabulary, samples, settings, t
     assert tokenizer.vocab_size == vocabulary
     save_model(tmp_path, tokenizer, n_embd=64, block_size=1024)
     program = (
-        "import resource, sys, sample; from support import cli\n"
-        "code = cli.run(sample.main, sys.argv[1:])\n"
+        "import resource, sys, sample; from nanomdlm.support.cli import entry\n"
+        "code = entry.run(sample.main, sys.argv[1:])\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20\n"
         "print(peak, file=sys.stderr); sys.exit(code)"
     )

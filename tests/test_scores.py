@@ -12,8 +12,8 @@ import eval as eval_program
 import export
 import mdlm
 import sample
-from support import cli, signals
-from support.training import checkpoint, scores
+from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.run import checkpoint, checkpoint_score
 
 PROGRAMS = {
     "text": (sample, ["--length=8", "--steps=2"]),
@@ -32,7 +32,7 @@ PROGRAMS = {
 def introduction(capsys, program, *flags):
     """What a program says on stderr of its model, one line; all else it says on standard output."""
     capsys.readouterr()
-    assert cli.run(program.main, list(flags)) == 0
+    assert entry.run(program.main, list(flags)) == 0
     said = capsys.readouterr()
     return said.err.splitlines()[0], said
 
@@ -94,7 +94,7 @@ def test_trained_run_is_not_called_barely_trained():
     def said(**score):
         known = dict(name="nelbo", value=2.0, step=5, unigram=3.2) | score
         folder = Path("step-5")
-        return scores.judge(known, folder, 65, stopped=score.pop("stopped", False))
+        return checkpoint_score.judge(known, folder, 65, stopped=score.pop("stopped", False))
 
     assert said() == "NELBO 2.00"
     assert said(value=3.3) == "NELBO 3.30: barely trained"
@@ -170,8 +170,8 @@ def test_hostile_scores_count_as_missing(score, run, capsys):
 
 
 def test_resumed_run_keeps_its_score(run):
-    before = scores.from_manifest(run / "step-4")
+    before = checkpoint_score.from_manifest(run / "step-4")
     assert before["step"] == 4 and before["name"] == "nelbo"
     assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=5") == 0
-    assert scores.from_manifest(run / "step-5")["step"] == 5
+    assert checkpoint_score.from_manifest(run / "step-5")["step"] == 5
     checkpoint.verify(run / "step-5")

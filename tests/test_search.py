@@ -14,15 +14,15 @@ import tokenizers
 import torch
 from conftest import ROOT, Toy
 
-import kernels
 import mdlm
 import sample
-from support.calibration import calibrated
-from support.data.tokenizer import Tokenizer
-from support.ensemble import Ensemble
-from support.errors import UserError
-from support.infill import filling, search, templates
-from support.infill.likelihood import chain_rule
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import filling, search, templates
+from nanomdlm.support.infill.ensemble import Ensemble
+from nanomdlm.support.infill.likelihood import chain_rule
+from nanomdlm.support.run.calibration import calibrated
 
 LETTERS = list("abc")
 T = 8

@@ -11,10 +11,10 @@ from webdriver import Browser
 
 import mdlm
 import sample
-from support.errors import UserError
-from support.infill import filling
-from support.infill.templates import parse
-from support.web import live_page, served_page
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import filling
+from nanomdlm.support.infill.templates import parse
+from nanomdlm.support.web import live_page, served_page
 
 for package in ("greenlet", "starlette", "uvicorn"):
     pytest.importorskip(package)

@@ -25,19 +25,25 @@ from hypothesis import strategies as st
 import mdlm
 import sample
 import serve
-from support import kernels
-from support.errors import UserError
-from support.infill import merging
-from support.infill.padding import compute_once
-from support.serving import app, completions
-from support.serving.completions import Bounds, Invalid, of_chat, of_completion, of_infill
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import batching
+from nanomdlm.support.infill.shared_padding import compute_once
+from nanomdlm.support.serving import app, completions
+from nanomdlm.support.serving.completions import (
+    Bounds,
+    Invalid,
+    of_chat,
+    of_completion,
+    of_infill,
+)
 
 greenlet = pytest.importorskip("greenlet")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
+from nanomdlm.support.serving import engine as engines
 from studies import serving as study
-from support.serving import engine as engines
 
 V = 11
 UNITS = ("n", "ms", "per_token_ms", "per_second")  # of the timings of llama.cpp
@@ -85,11 +91,11 @@ def check_pieces(calls=12, **more):
 
     with torch.no_grad():
         views = [view() for _ in range(8)]
-        alone = [merging.compute(model, [each])[0] for each in views]
+        alone = [batching.compute(model, [each])[0] for each in views]
         for _ in range(calls):
             pick = torch.randperm(8, generator=g)[: int(torch.randint(1, 9, (), generator=g))]
             for one in (model, quick):
-                found = merging.compute(one, [views[i] for i in pick])
+                found = batching.compute(one, [views[i] for i in pick])
                 assert all(a.equal(alone[i]) for a, i in zip(found, pick))
 
 
@@ -119,7 +125,7 @@ def check_blocks(S, **more):
         alone = []
         for x, begin in zip(texts, begins):
             cache = model.objective.cache()
-            alone.append([merging.compute(model, [view(cache, x, n)])[0] for n in numbers(begin)])
+            alone.append([batching.compute(model, [view(cache, x, n)])[0] for n in numbers(begin)])
         caches = [model.objective.cache() for _ in texts]
         done = [0] * len(texts)
         while min(done) < 8:
@@ -127,7 +133,7 @@ def check_blocks(S, **more):
             if not here:
                 continue
             views = [view(caches[i], texts[i], numbers(begins[i])[done[i]]) for i in here]
-            for i, found in zip(here, merging.compute(model, views)):
+            for i, found in zip(here, batching.compute(model, views)):
                 assert found.equal(alone[i][done[i]])
                 done[i] += 1
 

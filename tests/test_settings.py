@@ -14,10 +14,10 @@ import export
 import mdlm
 import sample
 import serve
-from support import settings
-from support.data import texts
-from support.data.tokenizer import Tokenizer
-from support.errors import UserError
+from nanomdlm.support.cli import settings
+from nanomdlm.support.data import texts
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
 
 PROGRAMS = dict(mdlm=mdlm.Config, sample=sample.Options, eval=eval.Options, bench=bench.Options)
 PROGRAMS |= dict(export=export.Options, serve=serve.Options)

@@ -2,8 +2,6 @@
 
 import ast
 import contextlib
-import importlib
-import importlib.util
 import os
 import re
 import runpy
@@ -12,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from importlib import metadata
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -24,8 +21,8 @@ import eval
 import export
 import mdlm
 import sample
-from support import cli
-from support.training import checkpoint
+from nanomdlm.support.cli import entry
+from nanomdlm.support.run import checkpoint
 
 LESSONS = ROOT / "lessons"
 SCRIPTS = [*ROOT.glob("*.py"), *LESSONS.glob("*.py"), *(ROOT / "studies").glob("*.py")]
@@ -69,7 +66,7 @@ def test_a_needed_package_is_named_without_traceback(script, package, monkeypatc
 def test_a_missing_package_is_no_exit_for_importers(monkeypatch):
     for name in ("numpy", "safetensors"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert cli.start("mdlm") > 0  # what an import then raises is Python's own error
+    assert entry.start("mdlm") > 0  # what an import then raises is Python's own error
     minimal = (LESSONS / "minimal.py").read_text(encoding="utf-8")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ModuleNotFoundError):
@@ -80,7 +77,7 @@ def test_an_old_python_is_named(monkeypatch, capsys):
     """Also by a Python that is too old for the rest: what it reads first has no newer syntax."""
     monkeypatch.setattr(sys, "version_info", (3, 9, 6))
     with pytest.raises(SystemExit) as end:
-        cli.start("__main__")
+        entry.start("__main__")
     assert end.value.code == 2 and "3.10" in capsys.readouterr().err
     first = [ROOT / "support" / f"{name}.py" for name in ("__init__", "cli", "environment")]
     for path in (*SCRIPTS, *first):
@@ -103,7 +100,7 @@ def test_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, 
     for package in ("matplotlib", "pooch", "tokenizers"):
         hide(monkeypatch, package)
     flags = [flag.format(tmp=tmp_path) for flag in flags]
-    assert cli.run(program.main, [*flags, f"--out_dir={short_run}"]) == 0
+    assert entry.run(program.main, [*flags, f"--out_dir={short_run}"]) == 0
     lines = capfd.readouterr().err.splitlines(keepends=True)
     assert "step-4" in lines[0], "it says which model writes"
     draws = program is eval and "--pictures=none" not in flags
@@ -149,7 +146,7 @@ def test_a_package_of_some_uses_is_named(
         flags += TINY
         code = run_mdlm(*flags)
     else:
-        code = cli.run(program.main, flags)
+        code = entry.run(program.main, flags)
     err = capsys.readouterr().err
     assert code == 2 and says_one_sentence(err, package)
     assert not (tmp_path / "x").exists()
@@ -311,14 +308,11 @@ def test_pip_installs_all_that_the_modules_use():
 
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     setup = tools["setuptools"]
-    folders = {
-        Path(setup["package-dir"].get(name, name.replace(".", "/"))): name
-        for name in setup["packages"]
-    }
-    modules = set(setup["py-modules"])
+    folders = {Path(*name.split(".")[1:]): name for name in setup["packages"]}
+    modules = {name.removeprefix("nanomdlm.") for name in setup["py-modules"]}
     todo = list(modules)
     while todo:
-        for name in GRAPH[todo.pop()] - modules:
+        for name in GRAPH[todo.pop()] - modules - {"nanomdlm"}:
             is_installed = MODULES[name].parent in folders or name in modules
             assert is_installed, f"{name} is imported but not installed"
             modules.add(name)
@@ -326,7 +320,7 @@ def test_pip_installs_all_that_the_modules_use():
     assert {"mdlm", "sample"} <= modules
     for path in FILES:
         package = next((folder for folder in path.parents if folder in folders), None)
-        if package and path.suffix != ".py" and package != Path("studies"):  # gpu.sh: of a clone
+        if package and path.suffix != ".py":
             patterns = setup["package-data"][folders[package]]
             assert any(path.relative_to(package).match(pattern) for pattern in patterns), path
 
@@ -351,7 +345,7 @@ def test_pip_installs_it_for_any_folder(editable, tmp_path):
     if "No matching distribution found for setuptools" in r.stdout + r.stderr:
         pytest.skip("pip cannot fetch setuptools, which builds it")
     assert r.returncode == 0, r.stderr
-    code = "import kernels, mdlm, sample; from support.training.checkpoint import SHIPPED\n"
+    code = "import kernels, mdlm, sample; from nanomdlm.support.run.checkpoint import SHIPPED\n"
     code += "model, tokenizer, config = mdlm.load(SHIPPED)\n"
     code += "texts = sample.write(model, tokenizer, 'To be, or no█', temperature=0)\n"
     code += "print(kernels.OTHER, *texts)"
@@ -360,7 +354,7 @@ def test_pip_installs_it_for_any_folder(editable, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Other packages with the names of our folders
+# Another package called kernels
 
 
 def make_other(folder, name):
@@ -370,88 +364,13 @@ def make_other(folder, name):
     (folder / name / "inner.py").write_text("WORD = 'other'\n")
 
 
-@pytest.fixture
-def forget(monkeypatch):
-    """A function: forget these imports, as in a process that has just begun; undone at the end."""
-    before = dict(sys.modules)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # else operators register twice
-
-    def forget_imports(*names):
-        for name in list(sys.modules):
-            if name.split(".")[0] in names:
-                del sys.modules[name]
-        importlib.invalidate_caches()
-
-    yield forget_imports
-    for name in set(sys.modules) - set(before):
-        del sys.modules[name]
-    sys.modules.update(before)
-
-
-OURS = ("mdlm", "sample", "support", "kernels", "studies")
-
-
-@pytest.mark.parametrize("place", ["checkout first", "other first"])
 @pytest.mark.parametrize("order", ["theirs first", "ours first"])
-def test_kernels_of_others_and_ours_live_together(place, order, forget, tmp_path, monkeypatch):
-    """transformers imports a package `kernels`; "other first" is an import from elsewhere."""
+def test_kernels_of_others_and_ours_live_together(order, tmp_path):
+    """transformers imports Hugging Face's package `kernels`, if it is installed."""
     make_other(tmp_path, "kernels")
-    both = [str(ROOT), str(tmp_path)]
-    both = both if place == "checkout first" else both[::-1]
-    monkeypatch.setattr(sys, "path", [*both, *(p for p in sys.path if p not in both)])
-    forget(*OURS)
-
-    def theirs():
-        assert importlib.util.find_spec("kernels") is not None
-        assert importlib.import_module("kernels").OTHER
-        assert importlib.import_module("kernels.inner").WORD == "other"
-        assert Path(importlib.util.find_spec("kernels").origin).parent == tmp_path / "kernels"
-
-    def ours():
-        importlib.import_module("mdlm")
-        importlib.import_module("sample")
-        importlib.import_module("studies.peers")
-        kernels = importlib.import_module("support").kernels
-        assert kernels.select("torch").name == "torch"
-        assert Path(kernels.__file__).parent == ROOT / "kernels"
-
-    for step in (theirs, ours) if order == "theirs first" else (ours, theirs):
-        step()
-    theirs()
-    ours()
-
-
-@pytest.mark.parametrize("first", ["kernels", "kernels.attention", "mdlm"])
-def test_import_kernels_gives_ours_where_alone(first, forget, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT)])
-    monkeypatch.setattr(sys, "meta_path", [PathFinder, *sys.meta_path[:0]])
-    forget("kernels")
-    importlib.import_module(first)
-    theirs = importlib.import_module("kernels")
-    assert theirs is sys.modules["support.kernels"]
-    for path in (ROOT / "kernels").glob("[a-z]*.py"):  # once each: operators register only once
-        module = importlib.import_module(f"kernels.{path.stem}")
-        assert module is importlib.import_module(f"support.kernels.{path.stem}")
-        assert Path(module.__file__) == path
-
-
-def test_a_kernels_that_fails_to_import_says_so(forget, tmp_path, monkeypatch):
-    """And is then tried again, as any import is."""
-    make_other(tmp_path, "kernels")
-    (tmp_path / "kernels" / "inner.py").write_text("import no_such_library\n")
-    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path), *sys.path])
-    forget("kernels")
-    for _ in range(2):
-        with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-            importlib.import_module("kernels")
-    (tmp_path / "kernels" / "inner.py").write_text("WORD = 1  # mended, and longer than before\n")
-    importlib.invalidate_caches()
-    assert importlib.import_module("kernels").WORD == 1
-
-
-@pytest.mark.parametrize("name", sorted({name.split(".")[0] for name in GRAPH if "." in name}))
-def test_no_installed_package_comes_before_a_folder(name, tmp_path):
-    """A folder without __init__.py would lose to any package of its name, wherever that is."""
-    make_other(tmp_path, name)
-    found = PathFinder.find_spec(name, [str(ROOT), str(tmp_path)])
-    assert Path(found.origin) == ROOT / name / "__init__.py"
+    theirs = "import kernels; assert kernels.OTHER and kernels.WORD == 'other'\n"
+    ours = "import mdlm, sample\nfrom nanomdlm.kernels.operations import select\n"
+    ours += "assert select('torch').name == 'torch'\n"
+    code = theirs + ours if order == "theirs first" else ours + theirs
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)

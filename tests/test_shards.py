@@ -23,9 +23,11 @@ from nursery import Nursery, begin_ranks, free_port, starter
 from safetensors.torch import load_file, save_file
 
 import mdlm
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support import errors
+from nanomdlm.support.cli import files
+from nanomdlm.support.run import checkpoint, shards
 from studies import scale
-from support import errors, files, kernels
-from support.training import checkpoint, shards
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, /proc")
 

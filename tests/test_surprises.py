@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 import eval
 import mdlm
 import sample
-from support import cli, outputs, plots, ranks, signals, terminal
-from support.data import sources
-from support.data.texts import prepare
-from support.infill import templates
-from support.training import checkpoint
-from support.training import folder as run_folder
+from nanomdlm.support.cli import entry, outputs, signals, terminal
+from nanomdlm.support.data import sources
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.infill import templates
+from nanomdlm.support.run import checkpoint, plots, ranks
+from nanomdlm.support.run import folder as run_folder
 
 HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
 OURS = re.compile(r"\x1b\[[0-9;]*[mAJ]|\r(?=\x1b\[J)")  # what viewer.py sends to a terminal
@@ -35,7 +35,7 @@ OURS = re.compile(r"\x1b\[[0-9;]*[mAJ]|\r(?=\x1b\[J)")  # what viewer.py sends t
 def call(main, capsys, *args):
     """The exit code, standard output and standard error of a program with these flags."""
     capsys.readouterr()
-    code = cli.run(main, [str(a) for a in args], run_folder.release)
+    code = entry.run(main, [str(a) for a in args], run_folder.release)
     return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
 
@@ -87,7 +87,7 @@ def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colours, mo
         flags.append("--length=30")
     capsys.readouterr()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    code = cli.run(sample.main, flags)
+    code = entry.run(sample.main, flags)
     shown = capsys.readouterr()
     assert code == 0 and shown.out
     assert not terminal.UNSAFE.search(OURS.sub("", shown.out))
@@ -126,14 +126,14 @@ MEMORY = """
 import resource, sys, time
 sys.path.insert(0, "{root}")
 import mdlm
-from support import cli
-from support.training import folder as run_folder
+from nanomdlm.support.cli import entry
+from nanomdlm.support.run import folder as run_folder
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (400 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 sys.argv[0] = "mdlm.py"
 main = lambda argv: mdlm.main(argv)
-sys.exit(cli.run(main, sys.argv[1:], run_folder.release))
+sys.exit(entry.run(main, sys.argv[1:], run_folder.release))
 """
 
 
@@ -430,8 +430,8 @@ def test_a_device_that_takes_no_output_is_no_success(run):
     program = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from support import cli
-sys.exit(cli.run(lambda argv: print("x" * 100_000) or 0, []))
+from nanomdlm.support.cli import entry
+sys.exit(entry.run(lambda argv: print("x" * 100_000) or 0, []))
 """
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", program]

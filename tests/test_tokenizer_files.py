@@ -17,17 +17,17 @@ from conftest import TINY, Toy, corpus_of, read_log, run_mdlm, sign
 import export
 import mdlm
 import sample
-from support import cli
-from support.data import sources
-from support.data.texts import prepare
-from support.data.tokenizer import (
+from nanomdlm.support.cli import entry
+from nanomdlm.support.data import sources
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
     open_tokenizer,
     tokenizer_from_json,
     train_bpe,
 )
-from support.errors import UserError
+from nanomdlm.support.errors import UserError
 
 END = "<|endoftext|>"
 
@@ -397,7 +397,7 @@ def test_exports_and_other_runs_take_the_file_of_a_run(kind, tmp_path):
     flags = [*TINY, f"--data={data}", "--max_steps=1"]
     assert run_mdlm(*flags, f"--tokenizer={kind}", *size, f"--out_dir={tmp_path / 'a'}") == 0
     file = tmp_path / "a" / "step-1" / "tokenizer.json"
-    assert cli.run(export.main, [f"--out_dir={tmp_path / 'a'}", f"--dest={tmp_path / 'hf'}"]) == 0
+    assert entry.run(export.main, [f"--out_dir={tmp_path / 'a'}", f"--dest={tmp_path / 'hf'}"]) == 0
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == file.read_bytes()
     assert run_mdlm(*flags, f"--tokenizer={file}", f"--out_dir={tmp_path / 'b'}") == 0
     assert (tmp_path / "b" / "step-1" / "tokenizer.json").read_bytes() == file.read_bytes()

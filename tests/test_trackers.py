@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import ROOT, StopAt, read_log, run_mdlm, tiny_flags
 
-from support import signals
-from support.training import trackers
+from nanomdlm.support.cli import signals
+from nanomdlm.support.run import trackers
 
 COUNTED = ("tokens", "seconds", "loss", "lr_scale", "tokens_per_second", "val_nelbo", "val_bpc")
 

@@ -34,9 +34,10 @@ from torch.utils._pytree import tree_leaves
 
 import mdlm
 import sample
-from support import cli, errors, numerics, settings, signals, view
-from support.training import checkpoint, compiling, optimizers, session
-from support.training.clock import Clock
+from nanomdlm.support import errors, numerics, view
+from nanomdlm.support.cli import entry, settings, signals
+from nanomdlm.support.run import checkpoint, compiling, optimizers, session
+from nanomdlm.support.run.clock import Clock
 
 CPU = torch.device("cpu")
 
@@ -149,7 +150,7 @@ def test_last_line_is_a_command_that_works(text_file, tmp_path, capsys):
     assert run_mdlm(f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={out}") == 0
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert f"--out_dir={out}" in command
-    assert cli.run(sample.main, command[command.index("sample.py") + 1 :]) == 0
+    assert entry.run(sample.main, command[command.index("sample.py") + 1 :]) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,11 +248,11 @@ def does_not_vary(folder, monkeypatch):
     """Whether a run's steps do the same on the device, but for its tensors; and what it says."""
     config = mdlm.run_config.read(mdlm.Config, checkpoint.find_checkpoint(folder))
     config = dataclasses.replace(config, warmup_steps=3, lr_schedule="linear")
-    monkeypatch.setattr("support.training.optimizers.is_async", lambda device: True)
+    monkeypatch.setattr("nanomdlm.support.run.optimizers.is_async", lambda device: True)
     monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
     for module in ("documents", "rates"):
         masked_rows = functools.partial(view.masked_rows, waits=False)
-        monkeypatch.setattr(f"variants.{module}.masked_rows", masked_rows)
+        monkeypatch.setattr(f"nanomdlm.variants.{module}.masked_rows", masked_rows)
     ops = mdlm.select_kernels("torch", CPU, config)
     corpus = corpus_of(folder / "data", config, CPU)
     run = mdlm.make_run(config, corpus, mdlm.devices.Machine(CPU, torch.float32, ops))
@@ -557,7 +558,7 @@ def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, fla
 def test_importing_has_no_side_effects(tmp_path):
     program = (
         "import sys; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1])\n"
-        "import mdlm, sample, eval, bench, kernels\n"
+        "import mdlm, sample, eval, bench\n"
         "heavy = {'matplotlib', 'torch._dynamo', 'tokenizers', 'pooch'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
     )

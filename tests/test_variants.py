@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import mdlm
-import variants
-from support import kernels
-from variants.variant import Variant
+from nanomdlm import variants
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.variants.variant import Variant
 
 V = 11
 T = 12
@@ -101,7 +101,7 @@ def test_the_evaluation_of_a_variant_with_another_loss_stays_the_bound():
 def test_a_variant_is_one_line_in_the_list():
     """What it asks for, what it is refused with, and how it wraps, are in its own file."""
     file = SimpleNamespace(
-        __name__="variants.toy",
+        __name__="nanomdlm.variants.toy",
         FLAG="seed",
         wrap=lambda objective, end_id, mean_length: Distilled(objective, None),
         REFUSED=dict(blocks="for a test"),

@@ -13,9 +13,10 @@ import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from webdriver import Browser
 
-from support import cli, errors, outputs
-from support.data.tokenizer import Tokenizer
-from support.web import viewer
+from nanomdlm.support import errors
+from nanomdlm.support.cli import entry, outputs
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.web import viewer
 
 ATTACK = (
     "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> &lt; __DATA__ \u2028'\""
@@ -127,7 +128,7 @@ def test_unwritable_files_get_one_sentence(tmp_path, capsys):
     for path in (tmp_path / "missing" / "page.html", tmp_path / "folder"):
         with pytest.raises(errors.UserError, match="--html="):
             outputs.check("html", str(path))
-        assert cli.run(lambda argv: viewer.write_page(*argv), [path, SAMPLES, {}]) == 2
+        assert entry.run(lambda argv: viewer.write_page(*argv), [path, SAMPLES, {}]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and str(path) in said
 

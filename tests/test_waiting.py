@@ -7,7 +7,7 @@ import time
 import pytest
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 
-from support.data import sources
+from nanomdlm.support.data import sources
 
 
 class Dribble(http.server.BaseHTTPRequestHandler):

@@ -17,8 +17,8 @@ and what it needs of
     check(config)                 raises UserError for settings that do not fit
 """
 
-from support.data.sources import has_documents as has_texts
-from support.errors import UserError
+from nanomdlm.support.data.sources import has_documents as has_texts
+from nanomdlm.support.errors import UserError
 
 from . import autoregressive, blocks, documents, positions, prompts, rates, time_conditioning
 

@@ -7,7 +7,7 @@ sees itself and earlier ones, and predicts the token that stands there.
 import torch
 import torch.nn.functional as F
 
-from support.view import Batch
+from nanomdlm.support.view import Batch
 
 from .variant import Variant
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from support import numerics
-from support.errors import UserError
-from support.kernels.reference import block_spans
-from support.settings import Natural, Share
-from support.view import View
+from nanomdlm.kernels.reference import block_spans
+from nanomdlm.support import numerics
+from nanomdlm.support.cli.settings import Natural, Share
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.view import View
 
 from .cache import Cache, LibraryCache
 from .prompts import Prompts

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from support.kernels.reference import neighbours, norm_conv_ref, prepare
-from support.view import View
+from nanomdlm.kernels.reference import neighbours, norm_conv_ref, prepare
+from nanomdlm.support.view import View
 
 
 class Cache:

@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 
-from support.data import windows
-from support.devices import to_device
-from support.kernels.reference import document_spans
-from support.settings import Text
-from support.view import Batch, masked_rows
+from nanomdlm.kernels.reference import document_spans
+from nanomdlm.support.cli.devices import to_device
+from nanomdlm.support.cli.settings import Text
+from nanomdlm.support.data import windows
+from nanomdlm.support.view import Batch, masked_rows
 
 from .variant import Variant
 

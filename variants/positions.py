@@ -6,7 +6,7 @@ The default, RoPE, rotates queries and keys in every layer.
 import torch
 import torch.nn as nn
 
-from support.kernels.reference import rotary_tables
+from nanomdlm.kernels.reference import rotary_tables
 
 FLAG = "pos"
 

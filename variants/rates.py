@@ -12,10 +12,10 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 
-from support import numerics
-from support.errors import UserError
-from support.settings import Form
-from support.view import Batch, masked_rows
+from nanomdlm.support import numerics
+from nanomdlm.support.cli.settings import Form
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.view import Batch, masked_rows
 
 from .variant import Variant
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from support.kernels.reference import masked_fraction
+from nanomdlm.kernels.reference import masked_fraction
 
 from .variant import Variant
 

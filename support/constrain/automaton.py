@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support.constrain import build_automaton
-from support.environment import optional
-from support.errors import UserError
+from nanomdlm.support.cli.environment import optional
+from nanomdlm.support.constrain import build_automaton
+from nanomdlm.support.errors import UserError
 
 PROGRAM = Path(build_automaton.__file__)
 SECONDS = 30  # of waiting for it

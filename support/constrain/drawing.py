@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from support import numerics
-from support.arguments import whole_number
-from support.constrain.automaton import PASS, Automaton
-from support.errors import UserError
+from nanomdlm.support import numerics
+from nanomdlm.support.cli.arguments import whole_number
+from nanomdlm.support.constrain.automaton import PASS, Automaton
+from nanomdlm.support.errors import UserError
 
 
 class Constraint(NamedTuple):

@@ -16,9 +16,9 @@ import random
 import re
 import unicodedata
 
-from support.data.tokenizer_json import BYTE_OF
-from support.environment import optional
-from support.errors import UserError
+from nanomdlm.support.cli.environment import optional
+from nanomdlm.support.data.tokenizer_json import BYTE_OF
+from nanomdlm.support.errors import UserError
 
 CHUNK = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
 CONTEXT = 256  # characters in front of a chunk, far more than a token has

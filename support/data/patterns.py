@@ -8,8 +8,8 @@ import re
 
 import numpy as np
 
-from support.data.tokenizer import Tokenizer
-from support.errors import UserError
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
 
 LONGEST_PERIOD = 64
 SYMBOLS = "abcdefghijklmno"

@@ -7,9 +7,10 @@ import os
 import zlib
 from pathlib import Path
 
-from support import chat, files
-from support.environment import optional
-from support.errors import UserError
+from nanomdlm.support.cli import files
+from nanomdlm.support.cli.environment import optional
+from nanomdlm.support.data import chat
+from nanomdlm.support.errors import UserError
 
 PIECE = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
 LARGEST = 1 << 28  # bytes of a .json file, or of a line of .jsonl, which is held as a whole

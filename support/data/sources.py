@@ -13,15 +13,15 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
-from support import files
-from support.data import patterns, records
-from support.data.records import PIECE, read_text
-from support.data.tokenizer import Tokenizer, tokenizer_from_json
-from support.environment import optional
-from support.errors import UserError
-from support.files import read_json
-from support.settings import Bounds, Form, UpToHalf
-from support.terminal import warn
+from nanomdlm.support.cli import files
+from nanomdlm.support.cli.environment import optional
+from nanomdlm.support.cli.files import read_json
+from nanomdlm.support.cli.settings import Bounds, Form, UpToHalf
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.data import patterns, records
+from nanomdlm.support.data.records import PIECE, read_text
+from nanomdlm.support.data.tokenizer import Tokenizer, tokenizer_from_json
+from nanomdlm.support.errors import UserError
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

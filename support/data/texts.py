@@ -8,12 +8,12 @@ import os
 
 import numpy as np
 
-from support.data import patterns, records, sources
-from support.data.hf_tokenizer import CONTEXT
-from support.data.tokenizer import build_tokenizer, name_characters
-from support.errors import UserError
-from support.progress import bar
-from support.terminal import warn
+from nanomdlm.support.cli.progress import bar
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.data import patterns, records, sources
+from nanomdlm.support.data.hf_tokenizer import CONTEXT
+from nanomdlm.support.data.tokenizer import build_tokenizer, name_characters
+from nanomdlm.support.errors import UserError
 
 FEW = 20  # records; of fewer the last may be so long that it has to be split
 

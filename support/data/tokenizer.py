@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from support.arguments import check_text, whole_ids
-from support.data import tokenizer_json
-from support.data.hf_tokenizer import CHUNK, HFTokenizer, explained
-from support.environment import optional
-from support.errors import UserError
-from support.files import read_json, read_small
-from support.terminal import warn
+from nanomdlm.support.cli.arguments import check_text, whole_ids
+from nanomdlm.support.cli.environment import optional
+from nanomdlm.support.cli.files import read_json, read_small
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.data import tokenizer_json
+from nanomdlm.support.data.hf_tokenizer import CHUNK, HFTokenizer, explained
+from nanomdlm.support.errors import UserError
 
 KINDS = ("char", "byte", "word", "bpe")
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
@@ -54,7 +54,7 @@ class Tokenizer:
 
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
     others; False: there is none. mask_id: the id of [MASK]: V, after all tokens, or a token that
-    the tokenizer of an encoder has for it, which no text may have (support/pretrained.py says so).
+    the tokenizer of an encoder has for it, which no text may have (networks/pretrained.py says so).
     library: the HFTokenizer of a bpe or file.
     """
 

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import torch
 
-from support.data.records import PIECE
-from support.data.sources import slices_of
-from support.errors import UserError
+from nanomdlm.support.data.records import PIECE
+from nanomdlm.support.data.sources import slices_of
+from nanomdlm.support.errors import UserError
 
 
 def count_documents(ids, end_id, prompt_column):

@@ -13,7 +13,7 @@ import math
 import re
 from dataclasses import replace
 
-from support.errors import UserError
+from nanomdlm.support.errors import UserError
 
 # name of the setting -> the orders of sample.ORDERS that it can follow, the first by default
 RULES = {"threshold": ("confidence", "max_prob"), "entropy_bound": ("entropy",)}

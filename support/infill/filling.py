@@ -18,15 +18,14 @@ from typing import NamedTuple
 
 import torch
 
-from support import abilities
-from support.arguments import check_tokenizer
-from support.calibration import calibrated
-from support.errors import UserError
-from support.infill import search
-from support.infill.calls import call_size, device_of, groups, next_logp
-from support.infill.filters import Filter
-from support.infill.lengths import score_lengths
-from support.infill.templates import (
+from nanomdlm.support import abilities
+from nanomdlm.support.cli.arguments import check_tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import search
+from nanomdlm.support.infill.filters import Filter
+from nanomdlm.support.infill.lengths import score_lengths
+from nanomdlm.support.infill.model_calls import call_size, device_of, groups, next_logp
+from nanomdlm.support.infill.templates import (
     Gap,
     Text,
     check_lengths,
@@ -35,6 +34,7 @@ from support.infill.templates import (
     to_ids,
     to_texts,
 )
+from nanomdlm.support.run.calibration import calibrated
 
 LIMIT = 400  # sequences in which a search must end
 N_REFINED = 8  # lengths of a gap, if there are several gaps, of which one fill is found

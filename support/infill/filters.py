@@ -3,7 +3,14 @@
 import numpy as np
 import torch
 
-from support.infill.templates import Gap, joined, keeps_spaces, matches, starts_with_space, to_texts
+from nanomdlm.support.infill.templates import (
+    Gap,
+    joined,
+    keeps_spaces,
+    matches,
+    starts_with_space,
+    to_texts,
+)
 
 
 class Filter:

@@ -13,7 +13,7 @@ with every token. So it serves every model. results/lengths.md compares it with 
 
 import torch
 
-from support.infill.calls import call_size, device_of, groups, logits_at
+from nanomdlm.support.infill.model_calls import call_size, device_of, groups, logits_at
 
 N_AFTER = 4  # tokens after the gap that are masked as well
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from support.arguments import check_ids, check_length, whole_number
-from support.infill.calls import groups, next_logp, to_context
+from nanomdlm.support.cli.arguments import check_ids, check_length, whole_number
+from nanomdlm.support.infill.model_calls import groups, next_logp, to_context
 
 
 @torch.no_grad()

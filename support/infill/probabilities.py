@@ -12,15 +12,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from support import abilities
-from support.arguments import check_ids, check_text, check_tokenizer, whole_number
-from support.calibration import calibrated
-from support.data.tokenizer import Tokenizer
-from support.errors import UserError
-from support.infill.calls import call_size, checked, device_of, groups, logits_at, to_context
-from support.infill.merging import compute
-from support.infill.padding import compute_once
-from support.numerics import generator
+from nanomdlm.support import abilities
+from nanomdlm.support.cli.arguments import check_ids, check_text, check_tokenizer, whole_number
+from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.batching import compute
+from nanomdlm.support.infill.model_calls import (
+    call_size,
+    checked,
+    device_of,
+    groups,
+    logits_at,
+    to_context,
+)
+from nanomdlm.support.infill.shared_padding import compute_once
+from nanomdlm.support.numerics import generator
+from nanomdlm.support.run.calibration import calibrated
 
 
 class TokenLogprob(NamedTuple):

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from support import abilities
-from support.infill.calls import call_size, device_of, logits_at, next_logits
+from nanomdlm.support import abilities
+from nanomdlm.support.infill.model_calls import call_size, device_of, logits_at, next_logits
 
 OPEN = -1  # a position of a fill with no token yet
 ROWS = 8  # partial fills that one call expands at most; more would often be in vain

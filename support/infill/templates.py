@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from support import doors
-from support.arguments import check_text, whole_number
-from support.errors import UserError
+from nanomdlm.support.cli import products
+from nanomdlm.support.cli.arguments import check_text, whole_number
+from nanomdlm.support.errors import UserError
 
 # Marks of gaps, and what begins one that must match.
 GAP = re.compile(r"((?<!\\)\[(?:___|█+)[:|]|█|(?<!\\)\[MASK\]|\[___\])")
@@ -101,7 +101,7 @@ def matching(pattern, length, tokenizer):
     pattern that cannot be used, or that no text of this length matches.
     """
     length = whole_number("length", length, 1)
-    automaton = doors.automata().automaton_of(check_text(pattern), tokenizer)
+    automaton = products.automata().automaton_of(check_text(pattern), tokenizer)
     if not automaton.fits(length):
         raise UserError(f"no text of {length} tokens matches {pattern[:40]!r}; give another length")
     return Gap(length, pattern, automaton=automaton)
@@ -166,7 +166,7 @@ def place_pattern(gap, before, tokenizer):
         decoded = tokenizer.cut(ids, [start])[1]
         if has_own_space(last, decoded, tokenizer):
             space = "lent" if last.lends_space else "drop"
-    automaton = doors.automata().automaton_of(gap.pattern, tokenizer, not ids, space)
+    automaton = products.automata().automaton_of(gap.pattern, tokenizer, not ids, space)
     gap = gap._replace(automaton=automaton)
     if gap.length is not None and not automaton.fits(gap.length):
         what = f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}"
@@ -448,7 +448,7 @@ def gap_of_mark(mark):
 def one_of(texts, length=None):
     """The Gap whose fill is one of some texts."""
     choices = tuple(dict.fromkeys(texts))
-    return Gap(length, doors.automata().pattern_of_choices(choices), choices)
+    return Gap(length, products.automata().pattern_of_choices(choices), choices)
 
 
 def split(template, gap):

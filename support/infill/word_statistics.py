@@ -7,13 +7,14 @@ import re
 import sys
 from pathlib import Path
 
-from support import files, plots, terminal
-from support.data import records, sources
-from support.data.sources import map_ids
-from support.errors import UserError
-from support.infill.templates import joined
-from support.settings import parse
-from support.web import viewer
+from nanomdlm.support.cli import files, terminal
+from nanomdlm.support.cli.settings import parse
+from nanomdlm.support.data import records, sources
+from nanomdlm.support.data.sources import map_ids
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.templates import joined
+from nanomdlm.support.run import plots
+from nanomdlm.support.web import viewer
 
 GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number
 TEXTS = 16  # for each value, unless --num_samples says otherwise

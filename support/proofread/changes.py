@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from support.proofread.races import Edit
+from nanomdlm.support.proofread.races import Edit
 
 
 class Change(NamedTuple):

@@ -11,15 +11,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from support import outputs
-from support.errors import UserError
-from support.infill.templates import open_input, states_no_size
-from support.progress import bar
-from support.proofread.proofreader import Proofreader
-from support.proofread.words import Words
-from support.terminal import escaped, is_terminal, warn
-from support.training import scores
-from support.web import viewer
+from nanomdlm.support.cli import outputs
+from nanomdlm.support.cli.progress import bar
+from nanomdlm.support.cli.terminal import escaped, is_terminal, warn
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.templates import open_input, states_no_size
+from nanomdlm.support.proofread.proofreader import Proofreader
+from nanomdlm.support.proofread.words import Words
+from nanomdlm.support.run import checkpoint_score
+from nanomdlm.support.web import viewer
 
 CHUNK = 1 << 16  # bytes that are read at a time
 AROUND = 40  # characters that are shown before and after a change
@@ -224,7 +224,7 @@ def fix_file(options, model, tokenizer, folders, config):
     The changes are printed, unless standard output is that of --output or --json.
     """
     reader = Proofreader(model, tokenizer, options.caution)
-    scores.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     is_free = "-" not in (options.output, options.json)
     n = 0
     with contextlib.ExitStack() as stack:

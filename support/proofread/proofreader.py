@@ -31,16 +31,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from support import abilities
-from support.arguments import check_tokenizer
-from support.calibration import calibrated
-from support.errors import UserError
-from support.infill.calls import call_size, logits_at
-from support.proofread.changes import Place
-from support.proofread.mistakes import Prior
-from support.proofread.races import REACH, Edit, Race, one_by_one, thirds
-from support.proofread.tokens import Cutter, Token, begins, finished, is_whole, numbered, text_of
-from support.proofread.words import LONGEST, WORD, Words, end_of, looks_like_a_name
+from nanomdlm.support import abilities
+from nanomdlm.support.cli.arguments import check_tokenizer
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.model_calls import call_size, logits_at
+from nanomdlm.support.proofread.changes import Place
+from nanomdlm.support.proofread.mistakes import Prior
+from nanomdlm.support.proofread.races import REACH, Edit, Race, one_by_one, thirds
+from nanomdlm.support.proofread.tokens import (
+    Cutter,
+    Token,
+    begins,
+    finished,
+    is_whole,
+    numbered,
+    text_of,
+)
+from nanomdlm.support.proofread.words import LONGEST, WORD, Words, end_of, looks_like_a_name
+from nanomdlm.support.run.calibration import calibrated
 
 EVERY = 8  # every g-th token is masked to find doubtful ones,
 RUN_EVERY = 12  # and RUN tokens in a row, every so many

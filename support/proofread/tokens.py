@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from support.data.hf_tokenizer import CONTEXT
-from support.data.tokenizer import WORD
-from support.errors import UserError
+from nanomdlm.support.data.hf_tokenizer import CONTEXT
+from nanomdlm.support.data.tokenizer import WORD
+from nanomdlm.support.errors import UserError
 
 PIECE = 1 << 16  # characters that are tokenized at a time
 

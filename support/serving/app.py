@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from support import environment, memory
-from support.errors import UserError
-from support.serving import completions
-from support.serving.completions import Invalid
-from support.serving.engine import Closed, Engine, Full, GivenUp, Request, TookTooLong
-from support.serving.metrics import Metrics
-from support.terminal import warn
+from nanomdlm.support.cli import environment, out_of_memory
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.serving import completions
+from nanomdlm.support.serving.completions import Invalid
+from nanomdlm.support.serving.engine import Closed, Engine, Full, GivenUp, Request, TookTooLong
+from nanomdlm.support.serving.metrics import Metrics
 
 BODY_SECONDS = 30.0  # in which a body must have come
 WRITE_SECONDS = 30.0  # in which a client must take what it is sent
@@ -98,7 +98,7 @@ def explained(error):
     if isinstance(error, TookTooLong):
         what = "the request took longer than this server allows; ask for fewer tokens"
         return Refused(503, what, code="time_limit")
-    if memory.is_full(error):
+    if out_of_memory.is_full(error):
         what = "out of memory; try again later, or ask for fewer tokens"
         return Refused(503, what, code="memory", wait=5)
     at = traceback.extract_tb(error.__traceback__)

@@ -16,8 +16,8 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from support.errors import UserError
-from support.settings import shown
+from nanomdlm.support.cli.settings import shown
+from nanomdlm.support.errors import UserError
 
 MOST_STOPS = 4  # as OpenAI has it
 MOST_STEPS = 1 << 13  # of a context; random numbers of all are drawn at once
@@ -465,7 +465,7 @@ class Text:
     whole: str
     tokens: int
     is_ended: bool = False  # by [END], or as the text in a gap fits what follows
-    logprobs: list | None = None  # a support.infill.probabilities.TokenLogprob for each
+    logprobs: list | None = None  # a nanomdlm.support.infill.probabilities.TokenLogprob for each
 
 
 def cut_at(written, stops):

@@ -3,7 +3,7 @@
 Each request is an ordinary function that writes, fills or ranks texts. It runs in a greenlet, a
 function that can be put aside in the middle: in place of the network it is given a Standin, whose
 call puts the request aside and hands its View to the engine. As soon as every request waits for the
-network, the engine computes the Views that wait longest in one call (support/infill/merging.py).
+network, the engine computes the Views that wait longest in one call (support/infill/batching.py).
 
 So each request has a plan, an order and a temperature of its own, and long texts do not hold up
 short ones by more than a call. A request that is given up, or takes too long, ends at its next
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from support import environment, memory
-from support.calibration import calibrated
-from support.infill.calls import call_size
-from support.infill.merging import are_alike, compute
-from support.infill.padding import compute_once
-from support.terminal import warn
-from support.view import View
+from nanomdlm.support.cli import environment, out_of_memory
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.infill.batching import are_alike, compute
+from nanomdlm.support.infill.model_calls import call_size
+from nanomdlm.support.infill.shared_padding import compute_once
+from nanomdlm.support.run.calibration import calibrated
+from nanomdlm.support.view import View
 
 
 class GivenUp(Exception):
@@ -255,7 +255,7 @@ class Engine:
             return list(zip(requests, self.compute(requests), [None] * len(requests)))
         except Exception as e:
             error = e
-        is_full = memory.is_full(error)
+        is_full = out_of_memory.is_full(error)
         if is_full:
             free_memory(self.device)
             self.counts.shed += 1

@@ -23,14 +23,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from support import abilities, environment
-from support.calibration import temperature_of
-from support.errors import UserError
-from support.files import naming, read_json
-from support.infill.templates import Gap, parse, to_ids
-from support.proofread import mistakes, proofreader, races
-from support.terminal import warn
-from support.web.viewer import PAGE, HtmlRecorder, assemble, bundle, read_asset
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import environment
+from nanomdlm.support.cli.files import naming, read_json
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.templates import Gap, parse, to_ids
+from nanomdlm.support.proofread import mistakes, proofreader, races
+from nanomdlm.support.run.calibration import temperature_of
+from nanomdlm.support.web.viewer import PAGE, HtmlRecorder, assemble, bundle, read_asset
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = PAGE / "node_modules" / "onnxruntime-web"

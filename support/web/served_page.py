@@ -1,11 +1,12 @@
 """The live page of serve.py: that of export.py --to=page, whose texts the server computes."""
 
-from support import abilities, environment
-from support.errors import UserError
-from support.infill.templates import GAP_OR_LINE, gap_pattern
-from support.proofread.proofreader import check_model
-from support.serving.completions import MOST_STEPS
-from support.web import live_page
+from nanomdlm.support import abilities
+from nanomdlm.support.cli import environment
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.templates import GAP_OR_LINE, gap_pattern
+from nanomdlm.support.proofread.proofreader import check_model
+from nanomdlm.support.serving.completions import MOST_STEPS
+from nanomdlm.support.web import live_page
 
 PRIVACY = "The server logs no text."
 SCRIPTS = ["crc.js", "viewer.js", "on_server.js", "live.js"]

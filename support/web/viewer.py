@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from support.infill.templates import joined
-from support.outputs import write
-from support.terminal import UNSAFE, escaped, is_terminal, warn
+from nanomdlm.support.cli.outputs import write
+from nanomdlm.support.cli.terminal import UNSAFE, escaped, is_terminal, warn
+from nanomdlm.support.infill.templates import joined
 
 FILLED = "\x1b[1;36m"
 NEW = "\x1b[1;7;36m"

@@ -8,9 +8,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.kernels import attention, attention_ref, launch
-from support.kernels.attention import _packed
-from support.kernels.reference import block_spans, document_spans
+from nanomdlm.kernels import launch
+from nanomdlm.kernels.attention import _packed
+from nanomdlm.kernels.operations import attention, attention_ref
+from nanomdlm.kernels.reference import block_spans, document_spans
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),
@@ -26,7 +27,7 @@ HALF = torch.float16  # the interpreter multiplies bfloat16 wrongly
 DTYPES = [torch.float32, HALF] + [torch.bfloat16] * GPU
 KERNELS = {"attention_forward_kernel", "attention_dq_kernel", "attention_dkdv_kernel"}
 FUSED = {"attention_forward_kernel", "attention_backward_kernel"}
-MODULE = sys.modules["support.kernels.attention"]
+MODULE = sys.modules["nanomdlm.kernels.attention"]
 MODULE.FUSED_T = 256
 
 

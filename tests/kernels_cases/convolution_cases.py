@@ -8,8 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.kernels import launch, norm_conv, norm_conv_ref
-from support.kernels.reference import document_spans
+from nanomdlm.kernels import launch
+from nanomdlm.kernels.operations import norm_conv, norm_conv_ref
+from nanomdlm.kernels.reference import document_spans
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.kernels import cross_entropy as ce
-from support.kernels import launch, linear_cross_entropy
+from nanomdlm.kernels import cross_entropy as ce
+from nanomdlm.kernels import launch
+from nanomdlm.kernels.operations import linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.float16  # the interpreter multiplies bfloat16 wrongly

@@ -8,7 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.kernels import launch, mask_tokens, mask_tokens_ref
+from nanomdlm.kernels import launch
+from nanomdlm.kernels.operations import mask_tokens, mask_tokens_ref
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),

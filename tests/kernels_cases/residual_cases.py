@@ -8,7 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.kernels import launch, residual_dropout, residual_dropout_ref
+from nanomdlm.kernels import launch
+from nanomdlm.kernels.reference import residual_dropout_ref
+from nanomdlm.kernels.residual import residual_dropout
 
 pytestmark = pytest.mark.skipif(
     not launch.ENABLED or not (torch.cuda.is_available() or launch.INTERPRET),

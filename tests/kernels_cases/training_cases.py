@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from conftest import corpus_of
 
 import mdlm
-from support import kernels
-from support.kernels.launch import ENABLED, INTERPRET, LAUNCHES, launch
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.launch import ENABLED, INTERPRET, LAUNCHES, launch
 
 pytestmark = pytest.mark.skipif(
     not ENABLED or not (torch.cuda.is_available() or INTERPRET),

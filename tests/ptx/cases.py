@@ -85,10 +85,10 @@ def compare(ours, reference, inputs, grad, more, names):
 
 def attention(dtype, g, B, T, H, D, seen, norm, rotation):
     """With a single head, on sm_90, the backward of one kernel; otherwise that of two."""
-    from support import kernels
-    from support.kernels.reference import block_spans
+    from nanomdlm.kernels import operations as kernels
+    from nanomdlm.kernels.reference import block_spans
 
-    sys.modules["support.kernels.attention"].FUSED_T = 256 if H == 1 else 0
+    sys.modules["nanomdlm.kernels.attention"].FUSED_T = 256 if H == 1 else 0
 
     qkv = (1.5 * torch.randn(B, T, 3, H, D, generator=g)).to(dtype)
     grad = torch.randn(B, T, H, D, generator=g).to(dtype)
@@ -107,7 +107,7 @@ def attention(dtype, g, B, T, H, D, seen, norm, rotation):
 
 def documents(B, T, g):
     """Spans of documents: long ones, single positions, and a row that is one document."""
-    from support.kernels.reference import document_spans
+    from nanomdlm.kernels.reference import document_spans
 
     ends = torch.rand(B, T, generator=g) < 0.03
     ends[:, T // 3 : T // 3 + 3] = True
@@ -116,7 +116,7 @@ def documents(B, T, g):
 
 
 def convolution(dtype, g, B, T, C, K, causal, seen):
-    from support import kernels
+    from nanomdlm.kernels import operations as kernels
 
     x = (torch.randn(B, T, C, generator=g) * torch.rand(B, T, 1, generator=g)).to(dtype)
     weight = torch.randn(K, C, generator=g) / 2
@@ -128,13 +128,14 @@ def convolution(dtype, g, B, T, C, K, causal, seen):
 
 def residual(dtype, g, B, T, C, p):
     """The same elements are dropped: so the gradient of y is equal, too, as it is one product."""
-    from support import kernels
+    from nanomdlm.kernels.reference import residual_dropout_ref
+    from nanomdlm.kernels.residual import residual_dropout
 
     x, y, grad = (torch.randn(B, T, C, generator=g).to(dtype) for _ in range(3))
     seed = torch.randint(1 << 62, (), generator=g)
     more = (p, True, seed, 3)
     names = ("out", "dx", "dy")
-    operations = (kernels.residual_dropout, kernels.residual_dropout_ref)
+    operations = (residual_dropout, residual_dropout_ref)
     found = compare(*operations, [x, y], grad, more, names)
     for name, (ours, plain, _) in list(found.items()):
         found[f"{name} is 0"] = (ours == 0, plain == 0, plain == 0)
@@ -143,7 +144,7 @@ def residual(dtype, g, B, T, C, p):
 
 def head(dtype, g, V, M, integer):
     """With rows of weight 0 whose target is no token; of int64 one that int32 cannot hold."""
-    from support import kernels
+    from nanomdlm.kernels import operations as kernels
 
     h = torch.randn(M, 64, generator=g).to(dtype)
     W = (torch.randn(V, 64, generator=g) / 4).to(dtype)
@@ -168,7 +169,7 @@ def head(dtype, g, V, M, integer):
 
 def wrong_target(dtype, g, V):
     """A target outside of the vocabulary: the loss is NaN, and nothing is read beyond its end."""
-    from support import kernels
+    from nanomdlm.kernels import operations as kernels
 
     h = torch.randn(2, 64, generator=g).to(dtype)
     W = torch.randn(V, 64, generator=g).to(dtype)
@@ -178,7 +179,7 @@ def wrong_target(dtype, g, V):
 
 def masking(dtype, g, B, T, integer, never):
     """Samples beyond int32 and int64, more counts than there are positions, none, all."""
-    from support import kernels
+    from nanomdlm.kernels import operations as kernels
 
     x0 = torch.randint(70, (B, T), generator=g).to(integer)
     counts = torch.tensor([T // 2, T + 3, 0, 1])[torch.arange(B) % 4]
@@ -193,8 +194,8 @@ def masking(dtype, g, B, T, integer, never):
 
 def muon(dtype, g, n, K, N):
     """Newton-Schulz iterations of random matrices, and of one with few large singular values."""
-    from support.kernels import newton_schulz
-    from support.training.muon import iterate, orthogonalize_all
+    from nanomdlm.kernels import newton_schulz
+    from nanomdlm.support.run.muon import iterate, orthogonalize_all
 
     x = torch.randn(n, K, N, generator=g)
     x[-1] = x[-1, :, :3] @ x[-1, :3] / 30 + 0.01 * x[-1]
@@ -213,8 +214,8 @@ def training(dtype, g, steps):
     import tempfile
 
     import mdlm
-    from support import kernels
-    from support.data import sources
+    from nanomdlm.kernels import operations as kernels
+    from nanomdlm.support.data import sources
 
     size = dict(n_layer=2, n_head=2, n_embd=64, block_size=16, batch_size=4, vocab_size=65)
     config = mdlm.Config(**size, dropout=0.0, eval_windows=1, warmup_steps=2)
@@ -320,7 +321,7 @@ def far_convolution(launch):
 def far_residual(launch):
     """Elements after many others: other bits, so its rate is too small for any to be dropped."""
     given = dict(zip(launch.names, launch.args, strict=True))
-    tile = import_module("support.kernels.residual").TILE
+    tile = import_module("nanomdlm.kernels.residual").TILE
     first = beyond(tile, 1)
     elements = first * tile
     shifts = {name: elements for name in ("y", "x", "out") if name in given}
@@ -481,7 +482,7 @@ def run(case):
     from ptx import driver, memory
 
     device = driver.install(case.arch)
-    from support.kernels.launch import LAUNCHES
+    from nanomdlm.kernels.launch import LAUNCHES
 
     LAUNCHES.clear()
     device.instructions.clear()

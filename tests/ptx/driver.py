@@ -149,6 +149,6 @@ def install(architecture):
     knobs = import_module("triton.knobs")
     knobs.runtime.kernel_load_start_hook.add(driver.note_files)
     for name in OPERATORS:
-        import_module(f"support.kernels.{name}").runs_on = lambda tensor: True
-    import_module("support.kernels.operations")._missing = lambda device: ""
+        import_module(f"nanomdlm.kernels.{name}").runs_on = lambda tensor: True
+    import_module("nanomdlm.kernels.operations")._missing = lambda device: ""
     return driver

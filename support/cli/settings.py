@@ -1,0 +1,376 @@
+"""Settings are dataclasses: a line each, `n_layer: Count = 6  # layers`. tyro reads the flags.
+
+The type says what is accepted, the comment is the help. `parse` returns the flags that were given,
+`check` validates values from Python or a config.json as flags are. github.com/brentyi/tyro
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import functools
+import io
+import itertools
+import os
+import re
+import sys
+import textwrap
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from nanomdlm.support.cli.terminal import STDOUT
+from nanomdlm.support.errors import UserError
+
+NO_LIMIT = 1 << 31
+
+
+class Bounds(NamedTuple):
+    """The lowest and highest value of a setting."""
+
+    low: float
+    high: float
+
+
+class Form(NamedTuple):
+    """A function that returns a value in its usual form, or raises UserError."""
+
+    function: Any
+
+
+class Role(NamedTuple):
+    """What a program does with the file or folder that a setting names (outputs.py)."""
+
+    name: str
+
+
+READS = Role("reads")
+WRITES = Role("writes")
+MAKES = Role("makes")  # a folder for files, which the program checks one by one
+BLANK = "blank"  # white space is a value too
+BARE = "bare"  # the flag alone means -1
+
+Count = Annotated[int, Bounds(1, NO_LIMIT)]
+Context = Annotated[int, Bounds(1, 8192)]
+Natural = Annotated[int, Bounds(0, NO_LIMIT)]
+Seed = Annotated[int, Bounds(0, (1 << 32) - 1)]
+Amount = Annotated[float, Bounds(0, 1e9)]
+Share = Annotated[float, Bounds(0, 1)]
+BelowOne = Annotated[float, Bounds(0, 0.999999)]
+UpToHalf = Annotated[float, Bounds(0, 0.5)]
+Shard = Annotated[int, Bounds(-1, 4096), BARE]
+Reads = Annotated[str, READS]
+Writes = Annotated[str, WRITES]
+Makes = Annotated[str, MAKES]
+Text = Annotated[str, BLANK]
+
+TRUE = ("true", "1", "yes", "on")
+FALSE = ("false", "0", "no", "off")
+# nanoGPT's names, where difflib does not find ours.
+NANOGPT = dict(max_iters="max_steps", dataset="data", lr="learning_rate", start="prompt")
+NANOGPT |= dict(warmup_iters="warmup_steps", eval_iters="eval_windows")
+
+
+# ---- Types
+@functools.cache
+def types_of(cls):
+    """{setting: (its type, a tuple of its marks: Bounds, Form, Role ...)} of a dataclass."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        marks = getattr(kind, "__metadata__", ())
+        found[field.name] = (get_args(kind)[0] if marks else kind, marks)
+    return found
+
+
+def choices_of(kind):
+    """The words that a type accepts beside values of its plain types: those of its Literals."""
+    parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+
+
+def is_switch(kind):
+    """Whether a setting is true or false, and perhaps another word."""
+    return kind is bool or bool in get_args(kind)
+
+
+def named_by(cls, role):
+    """The names of the settings that name files or folders of this role."""
+    return [name for name, (_, marks) in types_of(cls).items() if role in marks]
+
+
+def check(settings):
+    """Raise UserError for a value of a wrong type, no choice, or out of its bounds.
+
+    Numbers of numpy and PyTorch and paths become plain ones, and values take their usual form.
+    """
+    for name, (kind, marks) in types_of(type(settings)).items():
+        value = plain(getattr(settings, name))
+        plain_types = [t for t in get_args(kind) or (kind,) if isinstance(t, type)]
+        plain_types += [int] * (float in plain_types)
+        choices = choices_of(kind)
+        if type(value) not in plain_types and not (isinstance(value, str) and value in choices):
+            accepted = ", ".join([t.__name__ for t in plain_types] * (not choices) + choices)
+            raise UserError(f"--{name}={shown(value)!r} is not accepted; give {accepted}")
+        for mark in marks:
+            if isinstance(mark, Bounds) and not mark.low <= value <= mark.high:
+                span = f"from {mark.low:g} to {mark.high:g}"
+                span = f"{mark.low:g} or more" if mark.high == NO_LIMIT else span
+                raise UserError(f"--{name}={value} is not accepted; give {span}")
+            if isinstance(mark, Form) and value != getattr(type(settings), name, None):
+                value = mark.function(value)
+        setattr(settings, name, value)
+
+
+def plain(value):
+    """A number of numpy, or of an array or tensor without axes, and a path as Python's own."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def shown(value, limit=40):
+    """A value as errors show it: in one line, cut off."""
+    return " ".join(str(value).split())[:limit]
+
+
+# ---- Command lines
+def parse(
+    cls,
+    argv,
+    description,
+    default=None,
+    groups=(),
+    short=(),
+    free="",
+    usage="[--flag=value ...]",
+):
+    """The flags in argv, as a dict of fields of the dataclass `cls`, checked.
+
+    default: an instance, whose values --help shows
+    groups: dataclasses that cls inherits from; --help shows each with its docstring as a title
+    short: those of them that --help shows, if only --help=all shows all
+    free: the name under which a text without a flag is returned ("": it is refused)
+    """
+    if not isinstance(argv, (list, tuple)) or not all(isinstance(word, str) for word in argv):
+        raise UserError(f'the flags {shown(repr(argv))} must be a list: ["--flag=value", ...]')
+    if help_words := [word for word in argv if word in ("-h", "--help", "--help=all")]:
+        description = description() if callable(description) else description or ""
+        description = description.strip("\n")
+        some = short if short and help_words[0] != "--help=all" else groups
+        if short and some is short:
+            description += "\n--help=all shows the settings of variants too."
+        show_help(cls, description, default or cls(), some, usage)
+    pairs, words = split(cls, argv)
+    if words and not free:
+        known = types_of(cls)
+        name = next((n for n in ("data", "out_dir") if n in known), next(iter(known)))
+        fix = f"such as --{name}=" if words[0].partition("=")[0] not in known else "the dashes"
+        raise UserError(f"{shown(words[0])!r} needs a flag before it, {fix} (see --help)")
+    if len(words) > 1:
+        raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
+    args = [f"--{name}={value}" for name, value in pairs]
+    read = quietly(cls, args, default)
+    given = {name: getattr(read, name) for name, _ in pairs}
+    checked = cls(**given)
+    check(checked)
+    given = {name: getattr(checked, name) for name in given}
+    return given | ({free: words[0]} if words else {})
+
+
+def split(cls, argv):
+    """([(name, text)] of the flags in argv, the words without a flag); raises UserError."""
+    known = types_of(cls)
+    pairs = []
+    words = []
+    argv = list(argv)
+    while argv:
+        word = argv.pop(0)
+        if word == "--":
+            return pairs, words + argv
+        flag = re.fullmatch(r"--?([A-Za-z][\w-]*)(=(.*))?", word, re.DOTALL)
+        if not flag or not word.startswith("--") and " " in word:
+            words.append(word)
+            continue
+        name = flag[1].replace("-", "_")
+        name = name if name in known else NANOGPT.get(name, name)
+        if name not in known or not word.startswith("--"):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            fix = f"; did you mean --{near[0]}?" if near else ""
+            raise UserError(f"there is no flag {word.partition('=')[0]}{fix} (see --help)")
+        kind, marks = known[name]
+        value = flag[3]
+        if value is None and is_switch(kind):
+            takes = (*TRUE, *FALSE, *choices_of(kind))
+            value = argv.pop(0) if argv and argv[0].lower() in takes else "true"
+        elif value is None and BARE in marks:
+            value = argv.pop(0) if argv and argv[0].lstrip("-").isdecimal() else "-1"
+        elif value is None:
+            if not argv or re.match("--[a-z]", argv[0]):
+                raise UserError(f"--{name} needs a value: --{name}=VALUE")
+            value = argv.pop(0)
+        if not (value if BLANK in marks else value.strip()):
+            raise UserError(f"--{name}={value!r} is empty: is a variable not set? Give a value")
+        if {READS, WRITES, MAKES} & {*marks}:
+            value = os.path.expanduser(value)
+        pairs.append((name, value))
+    return pairs, words
+
+
+def quietly(cls, args, default):
+    """What tyro reads; its box of an error becomes a UserError."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return call_tyro(cls, args, default)
+    except SystemExit as e:
+        if e.code != 2:
+            raise
+    # A title, and paragraphs between lines, of ASCII where the terminal has no others.
+    lines = iter([line.strip("╭╮╰╯│─|+- ") for line in said.getvalue().splitlines()])
+    next(filter(None, lines), "")  # the title
+    first = next(filter(None, lines), "the flags cannot be read")
+    sentence = " ".join([first, *itertools.takewhile(bool, lines)])
+    raise UserError(sentence.removeprefix("Error parsing "))
+
+
+def call_tyro(cls, args, default=None):
+    return tyro.cli(
+        cls,
+        args=args,
+        default=default,
+        description="",
+        prog=Path(sys.argv[0]).name,
+        use_underscores=True,
+        registry=RULES,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+    )
+
+
+RULES = tyro.constructors.ConstructorRegistry()
+
+
+@RULES.primitive_rule
+def read_plain(info):
+    """How tyro reads and shows a bool, an int, a float: --tie=yes, `unlimited`, 0.02."""
+    reads = {bool: read_bool, int: int, float: float}
+    if info.type not in reads:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar={bool: "true|false", int: "N", float: "X"}[info.type],
+        instance_from_str=lambda words: reads[info.type](words[0]),
+        is_instance=lambda x: isinstance(x, (int, float)),
+        str_from_instance=lambda x: [in_short(x)],
+    )
+
+
+def read_bool(word):
+    if word.lower() not in TRUE + FALSE:
+        raise ValueError("give true or false")
+    return word.lower() in TRUE
+
+
+def in_short(value):
+    """A value as --help shows it."""
+    if isinstance(value, (bool, str)):
+        return str(value).lower()
+    return "unlimited" if value == NO_LIMIT else f"{value:.10g}"
+
+
+def show_help(cls, description, default, groups, usage):
+    """Print the help of the dataclass `cls`, or of each of the groups, and exit."""
+    if len(groups) == 1:
+        (cls,) = groups
+        default = of_group(cls, default)
+    elif groups:  # a class with a field for each; tyro shows their docstrings as titles
+        fields = [(title_of(group), group) for group in groups]
+        cls = dataclasses.make_dataclass("All", fields)
+        default = cls(**{name: of_group(group, default) for name, group in fields})
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        call_tyro(cls, ["--help"], default)
+    paragraphs = [f"usage: {Path(sys.argv[0]).name} {usage}", *description.split("\n\n")]
+    folded = [p if p[:1] == " " else textwrap.fill(p, 79) for p in paragraphs]
+    flags = said.getvalue().partition("\n\n")[2]  # tyro would join the lines of a description
+    flags = re.sub(r"\s+\(default:\s+''\)", "", flags)  # empty: off
+    flags = "\n".join(line.rstrip() for line in flags.split("\n"))
+    try:
+        print(*folded, flags, sep="\n\n", end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, STDOUT) from e
+    sys.exit(0)
+
+
+def title_of(group):
+    """The title of a group of settings: the name of its file, or of its class."""
+    name = group.__name__.removesuffix("Settings").lower()
+    return name or group.__module__.rpartition(".")[2]
+
+
+def of_group(group, settings):
+    return group(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(group)})
+
+
+# ---- Flags that contradict each other, or do nothing
+def check_clashes(clashes, given):
+    """Raise UserError for flags that contradict each other: of (flag, "flags it excludes", why)."""
+    for one, others, why in clashes:
+        for other in others.split():
+            if one in given and other in given:
+                raise UserError(f"--{one} and --{other} contradict each other; {why}")
+
+
+def check_idle(given, rules):
+    """Raise UserError for a flag that would be believed to take effect, and does not.
+
+    rules: of ("flags", whether they have no effect here, "with what")
+    """
+    for names, is_idle, why in rules:
+        for name in names.split():
+            if is_idle and name in given:
+                raise UserError(f"--{name} has no effect {why}; leave it out")
+
+
+# ---- Paths
+def names_of(path):
+    """The paths that A,B or a list names; a path that exists is one, commas or not."""
+    if isinstance(path, (list, tuple)):
+        if not path:
+            raise UserError("an empty list names no run; give the folder of a run or a checkpoint")
+        return list(path)
+    is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
+    if not is_path or "," not in os.fspath(path) or os.path.lexists(os.path.expanduser(path)):
+        return [path]
+    names = os.fspath(path).split(",")
+    if not all(names):
+        raise UserError(
+            f"{shown(path)} has an empty name; give the folder of a run, or leave it out"
+        )
+    return [os.path.expanduser(name) for name in names]
+
+
+# ---- Small programs: studies and lessons
+def first_line(doc):
+    """The first line of a docstring; "" for None, as python -OO keeps none."""
+    return (doc or "").partition("\n")[0]
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser without abbreviations whose mistakes are UserErrors."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message):
+        raise UserError(message)
+
+    def print_help(self, file=None):  # argparse would ignore that its reader has gone
+        print(self.format_help(), end="", file=file, flush=True)

@@ -1,0 +1,130 @@
+"""Conversations: the chat template of a tokenizer writes messages as the text that a model reads.
+
+A template is a program of jinja in tokenizer_config.json or chat_template.jinja of a folder of
+Hugging Face; transformers runs it in a sandbox. Messages are dicts of a role (system, user,
+assistant ...) and a content, both texts.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from nanomdlm.support.cli import files
+from nanomdlm.support.errors import UserError
+
+USER, ASSISTANT = "user", "assistant"
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # which a template may write
+
+
+class ChatTemplate:
+    """template: its source. tokens: name -> text of the special tokens that it may write."""
+
+    def __init__(self, template, tokens):
+        self.template = template
+        self.tokens = tokens
+        self.special = None  # a pattern of the special tokens, once the tokenizer is known
+
+    def forbid(self, tokens):
+        """Refuse messages that spell one of these special tokens: it would count as that token."""
+        words = sorted(filter(None, tokens), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, words))) if words else None
+
+    def to_json(self):
+        return dict(template=self.template, tokens=self.tokens)
+
+    @classmethod
+    def from_json(cls, content, path):
+        """What to_json gave; UserError for anything else, which the file `path` holds."""
+        is_known = isinstance(content, dict) and isinstance(content.get("template"), str)
+        tokens = content.get("tokens") if is_known else None
+        if not isinstance(tokens, dict) or not all(isinstance(t, str) for t in tokens.values()):
+            raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
+        return cls(content["template"], tokens)
+
+    @classmethod
+    def of_folder(cls, folder):
+        """That of a folder of Hugging Face; None if it has none."""
+        path = Path(folder) / "tokenizer_config.json"
+        settings = files.read_json(path, "tokenizer's settings") if path.exists() else {}
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several with names
+            named = {each.get("name"): each.get("template") for each in template}
+            template = named.get("default")
+        own = Path(folder) / "chat_template.jinja"
+        if own.exists():
+            template = own.read_text(encoding="utf-8")
+        if not isinstance(template, str):
+            return None
+        tokens = {name: settings.get(name) for name in TOKENS}
+        tokens = {n: t.get("content") if isinstance(t, dict) else t for n, t in tokens.items()}
+        made = cls(template, {n: t for n, t in tokens.items() if isinstance(t, str)})
+        path = Path(folder) / "tokenizer.json"
+        content = files.read_json(path, "tokenizer") if path.exists() else {}
+        added = [t for t in content.get("added_tokens") or [] if isinstance(t, dict)]
+        words = [t.get("content") for t in added if t.get("special")]
+        made.forbid([word for word in words if isinstance(word, str)])
+        return made
+
+    def render(self, messages):
+        """The text of messages, up to where the assistant's next one begins.
+
+        The template sees roles and contents alone. Raises UserError for messages that it refuses,
+        or that spell a special token.
+        """
+        messages = [dict(role=m["role"], content=m["content"]) for m in messages]
+        for message in messages if self.special else ():
+            if found := self.special.search("\n".join(message.values())):
+                what = f"a message spells the special token {found[0]!r}"
+                raise UserError(f"{what}; remove it from the message")
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            (text,), _ = render_jinja_template(
+                [messages], chat_template=self.template, add_generation_prompt=True, **self.tokens
+            )
+        except Exception as e:  # whatever a program raises
+            why = " ".join(str(e).split())[:200] or type(e).__name__
+            fix = "write the conversation as it expects"
+            raise UserError(f"the chat template fails ({why}); {fix}") from e
+        return text
+
+    def pairs(self, messages):
+        """Yield (text before it, content) of each message of the assistant."""
+        for i, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                yield self.render(messages[:i]), message["content"]
+
+    def source_beside(self, tokens):
+        """The source of the template, for a tokenizer with other special tokens, a dict of names:
+        it writes its own ones."""
+        own = {name: token for name, token in self.tokens.items() if tokens.get(name) != token}
+        lines = [f"{{%- set {name} = {json.dumps(token)} %}}" for name, token in own.items()]
+        return "".join([*lines, self.template])
+
+    def to_messages(self, text):
+        """The message of a user with this text; or several messages, given as JSON."""
+        messages = [dict(role=USER, content=text)]
+        if re.match(r"\s*\[\s*\{", text):
+            try:
+                messages = json.loads(text)
+            except ValueError as e:
+                fix = "mend it, or give a text"
+                raise UserError(f"--prompt is no JSON of messages ({e}); {fix}") from None
+            check(messages, "--prompt")
+        return messages
+
+
+def check(messages, where):
+    """Raise UserError unless these are messages: a list of dicts with the texts role, content."""
+    is_list = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    for message in messages if is_list else [{}]:
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                example = '[{"role": "user", "content": "..."}, ...]'
+                what = f"{where} is no list of messages with texts {example}"
+                raise UserError(f"{what}; mend or remove it")
+
+
+def has_answer(messages):
+    """Whether the assistant says something in them."""
+    return any(m["role"] == ASSISTANT and m["content"].strip() for m in messages)

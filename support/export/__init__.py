@@ -1,0 +1,5 @@
+"""What an exported model contains beside its weights: the code that runs it, and its card."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent

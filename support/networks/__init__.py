@@ -1,0 +1,1 @@
+"""Pretrained networks of Hugging Face, trained and sampled as diffusion models."""

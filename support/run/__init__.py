@@ -1,0 +1,1 @@
+"""What surrounds the steps of a run: checkpoints, optimizers, ranks, the log, time, evaluation."""

@@ -1,0 +1,168 @@
+"""eval.py --compare=a.json,b.json: how much better one model is, window by window.
+
+Windows differ from one another much more than two models do. What makes a window hard for both
+cancels in the difference of their losses on it, so its error is much smaller than that of each.
+"""
+
+import math
+
+import torch
+
+from nanomdlm.support import numerics
+from nanomdlm.support.cli.files import read_json
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import evaluation
+from nanomdlm.support.run.plots import table
+
+# What two files of eval.py --json must have in common, and how a sentence calls it.
+SAME = dict(crc="other windows", block_size="windows of another length")
+SAME |= dict(tokenizer="another tokenizer", tokens_by_window="other tokens of the same windows")
+FIX = "score the same --data and --windows with both, by models of one tokenizer"
+
+
+def read_evaluation(path):
+    """What eval.py --json wrote to a file, as a dict; raises UserError for anything else."""
+    r = read_json(path, "result of eval.py --json")
+    try:
+        if not is_evaluation(r):
+            raise ValueError
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError):
+        why = "has nothing that can be compared window by window"
+        raise UserError(f"{path} {why}; write it anew with eval.py --json") from None
+    return r
+
+
+def is_evaluation(r):
+    """Whether a JSON object has finite numbers for each of the same windows; may raise too."""
+    tokens = r["tokens_by_window"]
+    masks = r.get("by_mask", dict(masked=[], ce=[]))
+    rows = [tokens, r["by_window"], *masks["masked"], *masks["ce"]]
+    if "exact" in r:
+        rows.append(r["exact"]["by_window"])
+    rows = torch.tensor(rows, dtype=torch.float64)  # (rows, W); ValueError for unequal lengths
+    counts = torch.tensor([tokens, *masks["masked"]])
+    return (
+        bool(rows.isfinite().all() and rows.numel())
+        and counts.dtype == torch.int64
+        and bool((counts >= 1).all() and (counts <= counts[0]).all())
+        and len(masks["masked"]) == len(masks["ce"])
+        and SAME.keys() <= r.keys()
+        and isinstance(r["checkpoint"], str)
+        and ("nll" in r or "nelbo" in r)
+    )
+
+
+def name_of_bound(r):
+    """What the main number of an evaluation is."""
+    return "NLL" if "nll" in r else "NELBO"
+
+
+def mean_difference(a, b, tokens):
+    """The mean of b - a (W,) per token, and its standard error; tokens (W,) of each window."""
+    a, b, tokens = (torch.tensor(x, dtype=torch.float64) for x in (a, b, tokens))
+    more = (b - a).mean().item()
+    residual = b - a - more * tokens / tokens.mean()  # b and a are in proportion to the tokens
+    return dict(difference=more, se=numerics.standard_error(residual))
+
+
+def difference_of_bounds(a, b):
+    """The same of the bounds, or of a bound and the NLL of an autoregressive model.
+
+    If both have the same numbers of masked tokens, what these explain is no error, as these are
+    stratified.
+    """
+    r = mean_difference(a["by_window"], b["by_window"], a["tokens_by_window"])
+    if have_same_masks(a, b):
+        masked, more, tokens = differences(a, b)
+        weight = tokens / tokens.double().mean()
+        residual = (more - r["difference"]) * weight
+        of_texts = (x[..., None] for x in (residual, masked, tokens))  # one in each window
+        r["se"] = evaluation.stratified_error(*of_texts)
+    return r
+
+
+def have_same_masks(a, b):
+    both = [r.get("by_mask", {}).get("masked") for r in (a, b)]
+    return both[0] is not None and both[0] == both[1]
+
+
+def differences(a, b):
+    """Of two evaluations with the same masks: tokens masked (passes, W), by how much the mean
+    cross-entropy there is higher in b (passes, W), tokens of each window (W,)."""
+    ce = [torch.tensor(r["by_mask"]["ce"], dtype=torch.float64) for r in (a, b)]
+    return torch.tensor(a["by_mask"]["masked"]), ce[1] - ce[0], torch.tensor(a["tokens_by_window"])
+
+
+def differences_by_rate(a, b):
+    """[mean_difference of the cross-entropy, or None] by tenths of the mask rate.
+
+    A window may be in a tenth several times: the error is over windows, as these are independent.
+    """
+    masked, more, tokens = differences(a, b)
+    tenths = (10 * masked - 1) // tokens
+    rows = []
+    for k in range(10):
+        here = tenths == k
+        n = int(here.sum())
+        windows = int(here.any(0).sum())
+        if not n:
+            rows.append(None)
+            continue
+        mean = more[here].mean().item()
+        sums = torch.where(here, more - mean, 0).sum(0)  # (W,)
+        se = math.inf
+        if windows > 1:
+            se = (sums.square().sum() * windows / (windows - 1)).sqrt().item() / n
+        rows.append(dict(difference=mean, se=se))
+    return rows
+
+
+def compare(paths):
+    """How the evaluations in files differ from the first one: a dict for JSON.
+
+    `runs` has for each other file `bound`, and where both files have it `exact` and `by_rate`: the
+    mean `difference` in nats per token (negative: better than the first), and its `se`. Raises
+    UserError for files that did not score the same tokens of the same windows.
+    """
+    if len(paths) < 2:
+        raise UserError(f"--compare={paths[0]} is one evaluation; give two, such as a.json,b.json")
+    first, *others = map(read_evaluation, paths)
+    runs = []
+    for path, other in zip(paths[1:], others):
+        for name, words in SAME.items():
+            if other[name] != first[name]:
+                raise UserError(f"{path} has {words} than {paths[0]}; {FIX}")
+        row = dict(file=path, checkpoint=other["checkpoint"])
+        row["bound"] = difference_of_bounds(first, other)
+        if "exact" in first and "exact" in other:
+            values = (r["exact"]["by_window"] for r in (first, other))
+            row["exact"] = mean_difference(*values, first["tokens_by_window"])
+        if have_same_masks(first, other):
+            row["by_rate"] = differences_by_rate(first, other)
+        names = dict.fromkeys(map(name_of_bound, (other, first)))
+        runs.append(row | dict(name=" against ".join(names)))
+    windows = len(first["by_window"])
+    return dict(first=paths[0], checkpoint=first["checkpoint"], windows=windows, runs=runs)
+
+
+def in_words(r):
+    """The results of `compare` as lines of text."""
+    lines = [f"compared with {r['first']} ({r['checkpoint']}) on the same {r['windows']} windows:"]
+    for run in r["runs"]:
+        lines.append(f"{run['file']} ({run['checkpoint']})")
+        shown = {run["name"]: run["bound"]}
+        if "exact" in run:
+            shown["exact"] = run["exact"]
+        for name, found in shown.items():
+            error = f" +- {found['se']:.4f}" if math.isfinite(found["se"]) else ""
+            lines.append(f"{name}: {found['difference']:+.4f}{error} nats per token")
+        if "by_rate" in run:
+            found = [tenth or {} for tenth in run["by_rate"]]
+            rows = [["masked, %", *(f"{i}-{i + 10}" for i in range(0, 100, 10))]]
+            rows += [[name, *(x.get(key) for x in found)] for name, key in ROWS.items()]
+            lines.append(table(rows, digits=3))
+    lines.append("negative: better than the first; +-: standard error of the paired difference")
+    return "\n".join(lines)
+
+
+ROWS = {"CE, difference": "difference", "+-": "se"}  # of the table by mask rate

@@ -1,0 +1,168 @@
+"""The folder of a run: marked as its own, and claimed by one process at a time."""
+
+import contextlib
+import os
+import warnings
+from pathlib import Path
+
+import filelock
+
+from nanomdlm.support.cli import files, outputs
+from nanomdlm.support.cli.files import LOCK, MARKER, PART, is_run, read_latest
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.data import sources
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import checkpoint
+
+# Content of the file `latest` from --overwrite until its first save: the checkpoints are those of
+# the run that is being overwritten.
+OVERWRITING = "overwriting"
+claimed = contextlib.ExitStack()  # undoes what this process did to claim a folder
+
+
+def find_to_resume(given):
+    """The checkpoint that the given flags continue; None: they begin a new run."""
+    out = Path(given.get("out_dir", "out"))
+    resume = given.get("resume")
+    if resume and given.get("overwrite"):
+        raise UserError("--resume and --overwrite contradict each other; give one of them")
+    if not resume or resume == "auto" and not checkpoint.checkpoints(out):
+        return None
+    if read_latest(out) == OVERWRITING:
+        before = f"remove {out}/latest to go on with the run before, if it had the same data"
+        fix = f"give --overwrite again, or {before}"
+        raise UserError(f"--overwrite was cut off in {out} before it saved; {fix}")
+    return checkpoint.find_checkpoint(out)
+
+
+def check_unused(given):
+    """Raise UserError if a new run would meet another one in its folder."""
+    out = Path(given.get("out_dir", "out"))
+    if is_run(out) and checkpoint.checkpoints(out) and not given.get("overwrite"):
+        fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
+        raise UserError(f"--out_dir={out} already holds a run; {fix}")
+
+
+def check_place(config, resumed_from):
+    """Raise UserError if a run would change what it reads, or a file of the user."""
+    out = Path(config.out_dir)
+    fix = "give another --out_dir"
+    is_ours = is_run(out) or resumed_from not in (None, out)  # an older run has no marker
+    why = "" if is_ours else outputs.why_not(out / "a run")
+    if why:
+        raise UserError(f"--out_dir={out} {why}; {fix}")
+    taken = [] if is_ours else [p for p in out.glob("*") if is_written(p.name)]
+    is_kept = resumed_from and (out / "data" / "meta.json").exists()
+    if is_kept or sources.is_ids(config.data):  # no data are prepared
+        taken = [p for p in taken if p.name != "data"]
+    elif os.path.lexists(out / "data") and not is_prepared(out / "data"):
+        taken = [out / "data"]
+    for path in taken:
+        what = f"{path} was not written by mdlm, and a run would replace it"
+        raise UserError(f"{what}; move it away, or {fix}")
+    data = Path(os.path.realpath(config.data))
+    root = Path(os.path.realpath(out))
+    inside = any(p.parent == root and is_written(p.name) for p in (data, *data.parents))
+    is_text = not sources.is_ids(config.data) and config.data not in sources.BUILT_IN
+    if is_text and (inside or data == root):
+        raise UserError(f"--out_dir={out} would change --data={config.data}; {fix}")
+
+
+def is_written(name):
+    """Whether a run writes a file or folder of this name."""
+    return bool(PART.fullmatch(name)) or name == "loss.png"
+
+
+def is_prepared(folder):
+    """Whether a folder has data that a run has prepared, and nothing else (but hidden files)."""
+    names = {p.name for p in folder.glob("[!.]*")}
+    with contextlib.suppress(UserError):
+        is_ours = "source" in files.read_json(folder / "meta.json", "data")
+        return is_ours and names <= {"train.bin", "val.bin", "tokenizer.json", "meta.json"}
+    return False
+
+
+def claim(config, resumed_from):
+    """Make, mark and lock the folder of a run, until release().
+
+    UserError if another process trains there, or if what is there is not a run's own.
+    resumed_from: the run's checkpoint, or None for a new run
+    """
+    check_place(config, resumed_from)
+    lock(Path(config.out_dir))
+
+
+def lock(out):
+    """Make, mark and lock a folder; UserError if it cannot be written, or is locked."""
+    release()
+    with files.writing(out):
+        for folder in (*reversed(out.parents), out):
+            if not os.path.lexists(folder):
+                claimed.callback(quietly, folder.rmdir)  # if it is empty
+        out.mkdir(parents=True, exist_ok=True)
+        marker = out / MARKER
+        is_new = not marker.exists()
+        if is_new:
+            marker.touch()
+        acquire(out)
+        if is_new:
+            claimed.callback(forget, out)
+        files.clean(out)
+        with files.new_folder(out):
+            pass  # it can be written
+
+
+def acquire(out):
+    """Lock a folder that is marked. File systems without locks get a warning."""
+    path = out / LOCK
+    file_lock = filelock.FileLock(path)
+    try:
+        # Where there are no locks, newer versions of filelock warn and let a file stand for one,
+        # which a run that is killed on another machine leaves there for good.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            file_lock.acquire(timeout=0)
+    except filelock.Timeout:
+        fix = "stop the run that is training there, or give another --out_dir"
+        raise UserError(f"--out_dir={out} is in use; {fix}") from None
+    except PermissionError:  # it belongs to another user
+        raise
+    except (OSError, NotImplementedError, UserWarning) as e:
+        quietly(path.unlink)
+        why = f"its file system gives no lock ({getattr(e, 'strerror', None) or e})"
+        warn(f"--out_dir={out} is not locked, as {why}; do not start a second run there")
+        return
+    claimed.callback(quietly, file_lock.release)
+    claimed.callback(quietly, path.unlink)  # first: a run that opens it meanwhile has no lock
+
+
+def forget(out):
+    """Remove the marker of a folder in which a run has written nothing."""
+    if not any(PART.fullmatch(p.name) for p in out.glob("[!.]*")):
+        quietly((out / MARKER).unlink)
+
+
+def quietly(function):
+    """Call a function that may raise OSError: the file has gone, the folder is not empty."""
+    with contextlib.suppress(OSError):
+        function()
+
+
+def release():
+    """Undo the claim of this process: unlock its folder, and remove it if it is empty."""
+    claimed.close()
+
+
+def mark_overwriting(out_dir):
+    """Mark that --overwrite has begun: --resume must not continue the run that is replaced."""
+    if checkpoint.checkpoints(out_dir):
+        latest = Path(out_dir) / "latest"
+        with files.writing(latest):
+            files.write_atomically(latest, OVERWRITING.encode())
+
+
+def data_folder(config):
+    """Where the ids of a run are: --data itself, or what is prepared of it in out_dir."""
+    if sources.is_ids(config.data):
+        return Path(config.data)
+    return Path(config.out_dir) / "data"

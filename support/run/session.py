@@ -1,0 +1,406 @@
+"""A run's surroundings: its ranks, settings, folder, data, log and clock; how it begins and ends.
+
+    with open_session(Config, given, start) as session:
+        ...
+
+All ranks call the same functions in the same order. What may fail on one of them is a vote, by
+ranks.together or ranks.first: its error is raised on all, so that none waits for another. Votes do
+not nest, and no other collective operation is inside one.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import sys
+import threading
+
+import torch
+from safetensors.torch import save as to_safetensors
+
+from nanomdlm.support.cli import devices, files, networks, out_of_memory
+from nanomdlm.support.cli.signals import handlers_kept, signals_wait
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.data import sources, windows
+from nanomdlm.support.data.texts import prepare
+from nanomdlm.support.errors import RankError, UserError
+from nanomdlm.support.run import (
+    calibration,
+    checkpoint,
+    checkpoint_score,
+    plots,
+    ranks,
+    shards,
+    trackers,
+)
+from nanomdlm.support.run import config as settings_of_run
+from nanomdlm.support.run import folder as run_folder
+from nanomdlm.support.run.advice import advice, advice_on_memory
+from nanomdlm.support.run.clock import Clock
+from nanomdlm.support.run.log import Log
+
+CALIBRATION_WINDOWS = 32  # four masks of each
+TRAINING = threading.Lock()  # held by the run: the state of the process belongs to it
+
+
+@contextlib.contextmanager
+def open_session(Config, given, start):
+    """Context manager: the Session of a run with the given flags.
+
+    At its end the run's folder is unlocked, and removed if it is empty. An error of a full memory
+    becomes a UserError that names the flags which lower it.
+
+    Config: the dataclass of the settings. given: the flags, a dict of them. start:
+    time.monotonic() when the process began
+    """
+    with process_of_a_run():
+        rank, world, local_rank = ranks.join_ranks(given)
+        config, resumed_from, changed = ranks.first(lambda: find(Config, given, world))
+        config.device = given.get("device", config.device)  # each rank may have its own
+        if config.shard:
+            ranks.together(lambda: shards.check(config.shard, world))
+        machine = ranks.together(lambda: use_machine(config, rank, local_rank, world))
+        session = Session(config, resumed_from, changed, machine, start)
+        with memory_explained(session):
+            yield session
+        if session.log.tracker:
+            session.log.tracker.close()
+        if ranks.CONTROL:
+            ranks.leave_ranks()
+
+
+def find(Config, given, world):
+    """Find or claim the folder of a run: (Config, checkpoint to resume from or None, changes)."""
+    resumed_from = run_folder.find_to_resume(given)
+    if given.get("resume") == "auto":
+        given = given | {"resume": bool(resumed_from)}
+    if resumed_from:
+        old = settings_of_run.read(Config, resumed_from)
+        config, changed = settings_of_run.resumed(old, given, resumed_from)
+        check(config, given, old, world)
+    else:
+        config, changed = new_run(Config, given, world), {}
+        if "data" not in given:  # wrong flags are refused before anything is downloaded
+            data = sources.default_data()
+            if data != config.data:
+                config = new_run(Config, given | {"data": data}, world)
+    run_folder.claim(config, resumed_from)
+    return config, resumed_from, changed
+
+
+def new_run(Config, given, world):
+    """The Config of a new run, checked."""
+    config = settings_of_run.new(Config, given)
+    settings_of_run.check_source(config, given)
+    check(config, given, Config, world)
+    run_folder.check_unused(given)
+    return config
+
+
+def check(config, given, before, world):
+    config.check(world)
+    settings_of_run.check_idle(config, given, before)
+    if config.tracker != "none":
+        trackers.check(config)
+
+
+def use_machine(config, rank, local_rank, world):
+    """The devices.Machine of this rank."""
+    device = devices.use_device(config.device, local_rank, world)
+    dtype = devices.pick_dtype(config.dtype, device)
+    ops = devices.select_kernels(config.kernels, device, config, dtype)
+    return devices.Machine(device, dtype, ops, rank, world)
+
+
+class Session:
+    """What surrounds a run on this rank.
+
+    config: its settings. resumed_from: the checkpoint that it goes on from, or None. machine: the
+    devices.Machine
+    """
+
+    def __init__(self, config, resumed_from, changed, machine, start):
+        self.config = config
+        self.resumed_from = resumed_from
+        self.changed = changed  # by --resume: setting -> (old, new)
+        self.machine = machine
+        self.log = Log(config, silent=machine.rank > 0)
+        self.clock = Clock(config, start)
+        self.ended_at = -1  # the step of the checkpoint, if it is the end of a run
+        self.run = None
+        self.held = None  # sources.Ids of the text that --calibration_share holds back
+
+    @property
+    def is_over(self):
+        """Whether nothing is left to do: the run had ended, and no step has been made since."""
+        return self.run.step == self.ended_at
+
+    def open_source(self, load):
+        """(a pretrained.Network or None: ours, what load(--init_from) returns or None)."""
+        config = self.config
+        if not (config.network or config.init_from):
+            return None, None
+
+        def read():
+            network = networks.open_network(config, self.resumed_from)
+            has_weights = network is not None and network.folder is not None
+            if self.resumed_from or not config.init_from or has_weights:
+                return network, None
+            source = load(config.init_from, trust_remote_code=config.trust_remote_code)
+            settings_of_run.check_network(config, source)
+            return network, source
+
+        return ranks.together(read)
+
+    # ---- Data
+    def open_data(self, network, source):
+        """The sources.Ids of config.data: a folder of ids as it is; all else is prepared in
+        out_dir/data, with the tokenizer of `source` if there is one.
+
+        Other data there is replaced only after the new one has proved usable.
+        """
+        config = self.config
+        self.log.say("reading the data")
+        ranks.first(lambda: self.prepare(network, source))
+        ids = ranks.together(lambda: self.proved(run_folder.data_folder(config), network))
+        where = f"the ranks see different data in {run_folder.data_folder(config)}"
+        identity = sorted(ids.identity.items())
+        ranks.check_equal(identity, f"{where}; give a folder that all share")
+        if config.calibration_share:
+            share = config.calibration_share
+            ids, self.held = ranks.together(
+                lambda: sources.hold_back(ids, share, config.block_size)
+            )
+        return ids
+
+    def prepare(self, network, source):
+        """Tokenize config.data, unless that is done."""
+        config = self.config
+        data = run_folder.data_folder(config)
+        if sources.is_ids(config.data):
+            return
+        if self.resumed_from and (data / "meta.json").exists():
+            if sources.has_changed(config.data, data):
+                warn(f"--data={config.data} has changed; the run goes on with what it learned")
+            return
+        with files.replacing(data) as new:
+            prepare(config, new, source and source[1], network)
+            ids = self.proved(new, network)
+            if ids.tokenizer.end_id is not None:
+                windows.cut_windows(ids.arrays[0], config, ids.tokenizer.end_id)
+            del ids  # it maps files that are renamed now
+
+    def proved(self, data, network):
+        """The Ids in a folder; UserError unless these are what the checkpoint learned."""
+        config = self.config
+        ids = sources.of_config(data, config)
+        if network:
+            network.fit_data(ids)
+        state = checkpoint.read_state(self.resumed_from) if self.resumed_from else {}
+        if any(state.get(name, value) != value for name, value in ids.identity.items()):
+            fix = "restore it, or start again with --overwrite"
+            what = f"{data} is not what {self.resumed_from} learned"
+            raise UserError(f"--data={config.data}: {what}; {fix}")
+        return ids
+
+    # ---- The beginning and the end
+    def begin(self, run, source):
+        """Fill a new Run: with the weights of `source`, what load returned, or the checkpoint."""
+        run.log = self.log
+        run.clock = self.clock
+        self.run = run
+        weights = sum(p.numel() for p in run.model.parameters())
+        run.clock.saving = 20 * weights / 2e8  # a guess until one is measured: 200 MB/s
+        if source:
+            start_from(run, source)
+        if self.resumed_from:
+            self.log.say(f"resuming from {self.resumed_from}, on the same data")
+            has_ended = restore(run, self.resumed_from, self.changed)
+            self.ended_at = run.step if has_ended else -1
+        manifest = self.resumed_from and (self.resumed_from / "manifest.json").read_bytes()
+        where = f"the ranks see different checkpoints in {self.resumed_from}"
+        ranks.check_equal(manifest, f"{where}; give an --out_dir that all share")
+        last = run.step if self.resumed_from else -1
+        ranks.first(lambda: self.begin_folder(last))
+        if run.config.tracker == "wandb":  # what --resume needs to go on with the same run of it
+            run.log.record(run, dict(wandb=run.log.tracker.id))
+        if self.changed:
+            run.log.changes(run, self.changed)
+
+    def begin_folder(self, last):
+        """What the first rank changes in the folder of a run before its first step.
+
+        last: the step that the run goes on from; -1 for a new run
+        """
+        out_dir = self.config.out_dir
+        lines = self.log.lines(last) if self.resumed_from else []
+        if self.config.tracker != "none":  # first, as it may be refused
+            records = [record for _, record in lines]
+            self.log.tracker = trackers.start(self.config, records)
+        if self.resumed_from:
+            checkpoint.finish_removal(out_dir, self.resumed_from)
+        if self.config.overwrite:
+            run_folder.mark_overwriting(out_dir)
+        with files.writing(self.log.path):  # without the records after that step
+            files.write_atomically(self.log.path, b"".join(line for line, _ in lines))
+
+    def save(self, run, finished=False):
+        """Write out_dir/step-N: the averaged weights, and everything that --resume needs.
+
+        finished: this is the end of a run. UserError for weights that are not finite
+        """
+        state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences_before(run.step))
+        clock = run.clock
+        state |= dict(seconds=clock.elapsed(), ending=clock.ending, saving=clock.saving)
+        state |= dict(finished=finished) | run.corpus.identity
+        with clock.save(run.step):
+            if self.held:
+                run.averaged.calibration = self.calibrate(run)
+            weights = run.averaged.state_dict()
+            tensors = checkpoint.training_tensors(run.model, run.averaged, run.optimizers)
+            ranks.together(lambda: check_finite(run, weights | tensors))
+            if run.config.shard:
+                with shards.saving(run.config.out_dir, weights, tensors) as files_of:
+                    ranks.first(lambda: write(run, state, files_of()))
+            else:
+                ranks.first(lambda: write(run, state, in_memory(weights, tensors)))
+        run.log.restart_clock(run.tokens)
+
+    def calibrate(self, run):
+        """Fit the temperature of the averaged weights to the text that was held back."""
+        corpus = type(run.corpus)(self.held, run.config, run.device)
+        windows = corpus.windows(CALIBRATION_WINDOWS)
+        with run.autocast():
+            temperature = calibration.fit(run.averaged, windows, passes=4)
+        share = run.config.calibration_share
+        source = f"the last {share:g} of the training text, held back: {len(windows)} windows"
+        return dict(temperature=temperature, source=source)
+
+    def end(self, run):
+        """Save what is not saved, and say how the run ended; returns the exit code."""
+        run.clock.goes_on(run.step)  # a signal may have come since
+        interrupted = run.clock.signal
+        if self.is_over and not interrupted:
+            run.log.ended(run)
+            return 0
+        if not interrupted or run.clock.saved != run.step:
+            self.save(run, finished=not interrupted)
+            if self.held:
+                self.log.say(f"calibrated: temperature {run.averaged.calibration['temperature']}")
+        if interrupted:
+            run.log.stopped(run)
+            return 128 + interrupted  # as a shell reports the signal
+        if ranks.is_first_rank():
+            plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
+        run.log.done(run)
+        return 0
+
+
+# ---- Weights
+@torch.no_grad()
+def start_from(run, source):
+    """Start from the weights of `source`: (model, tokenizer, config) of --init_from."""
+    model, tokenizer, _ = source
+    digest = hashlib.sha256()
+    for p in model.state_dict().values():
+        digest.update(p.contiguous().view(-1).view(torch.uint8).numpy())
+    name = f"--init_from={run.config.init_from}"
+    fix = "give a checkpoint that all share, such as RUN/step-100: a run that trains makes new ones"
+    ranks.check_equal(digest.hexdigest(), f"the ranks see different weights in {name}; {fix}")
+    if tokenizer.to_json() != run.corpus.tokenizer.to_json():
+        raise UserError(f"{name} has other tokens than {run.config.data}; give text")
+    for into in (run.model, run.averaged):
+        for p, whole in zip(into.parameters(), model.parameters()):
+            shards.fill(p, whole)
+
+
+def restore(run, folder, changed):
+    """Load a checkpoint; returns whether it is the end of a run."""
+    state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
+    run.log.score = checkpoint_score.from_manifest(folder) or checkpoint_score.from_log(folder)
+    run.step = state["step"]
+    run.clock.resume(state)
+    batch_size, _ = changed.get("batch_size", (run.config.batch_size, 0))
+    run.begins_at = (run.step, state.get("sequences", run.step * batch_size))
+    return state["finished"]
+
+
+def check_finite(run, tensors):
+    """Raise RankError if a tensor, or this rank's part of it, has NaN or infinity."""
+    for name, t in tensors.items():
+        part = t.to_local() if hasattr(t, "to_local") else t  # with --shard
+        if not part.isfinite().all():
+            raise RankError(f"{name} is not finite at step {run.step}: not saved. {advice(run)}")
+
+
+def in_memory(weights, tensors):
+    """The files of a run without --shard, as bytes."""
+    contents = {}
+    for name, named in (("model", weights), ("state", tensors)):
+        copies = {key: t.detach().cpu().contiguous() for key, t in named.items()}
+        contents[f"{name}.safetensors"] = to_safetensors(copies)
+    return contents
+
+
+def write(run, state, tensors):
+    """Write a checkpoint of a run; tensors: its safetensors files, bytes or Paths."""
+    contents = checkpoint.describing(run.config, run.corpus.tokenizer, run.averaged)
+    contents |= {"state.json": json.dumps(state).encode()} | tensors
+    loss = run.loss if math.isfinite(run.loss) else None  # JSON has no NaN
+    score = run.log.score | dict(loss=loss)
+    saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents, score)
+    if run.config.overwrite and run.clock.saved < 0:  # the first one: the old run may go now
+        with files.writing(saved):
+            for old in checkpoint.checkpoints(run.config.out_dir):
+                if old != saved:
+                    files.remove(old)
+
+
+@contextlib.contextmanager
+def memory_explained(here):
+    """Context manager: turn an error of a full memory into one sentence, a RankError.
+
+    here: a session, whose run is there once it has begun
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        run = here.run
+        if not out_of_memory.is_full(e) or run is None:
+            raise
+        config = run.config
+        batch = f"{run.micro_batch} sequences of {config.block_size} tokens at a time"
+        millions = sum(p.numel() for p in run.model.parameters()) / 1e6
+        model = f"{millions:.2f} M parameters in {config.n_layer} layers x {config.n_embd}"
+        what = f"out of memory on {run.device}{out_of_memory.asked_for(e)}, with {batch}, {model}"
+        raise RankError(f"{what}. {advice_on_memory(run)}") from e
+
+
+# ---- The state of the process
+@contextlib.contextmanager
+def process_of_a_run():
+    """Context manager: one run in this process, whose caller finds it as it was.
+
+    The run's folder is unlocked, and removed if it is empty. Raises UserError if another run
+    trains.
+    """
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # it keeps copies of old weights
+        raise UserError("a run cannot begin within torch.autocast: call mdlm.main outside of it")
+    if not TRAINING.acquire(blocking=False):
+        fix = "wait for its end, or start another process"
+        raise UserError(f"another thread of this process is training; {fix}")
+    if "torch._dynamo" in sys.modules:  # else shapes of earlier runs would make this one's dynamic
+        torch.compiler.reset()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        # Whatever the caller's mode is, weights get gradients.
+        with handlers_kept(), torch.inference_mode(False), torch.enable_grad():
+            try:
+                yield
+            finally:
+                with signals_wait():
+                    run_folder.release()
+    finally:
+        torch.set_default_dtype(dtype)
+        TRAINING.release()

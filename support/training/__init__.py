@@ -1,1 +1,0 @@
-"""What surrounds the steps of a run: checkpoints, optimizers, shards, logs, time."""

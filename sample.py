@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ from nanomdlm.support.cli.settings import (
 from nanomdlm.support.cli.settings import check as check_settings
 from nanomdlm.support.cli.settings import parse as parse_settings
 from nanomdlm.support.data.tokenizer import Tokenizer, tokenizer_from_json
-from nanomdlm.support.errors import NoEffect, UserError
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import adaptive, filling, templates
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.infill.filling import Candidates
@@ -127,7 +127,7 @@ class SamplerSettings:
     correct: str = "auto"  # how many of them redraw tokens, after all are drawn; auto: half
     redraw: Literal["low_confidence", "sweep"] = "low_confidence"  # least likely, or all in turn
     spacing: Count = 3  # least distance between tokens that one call redraws
-    order: OrderName = "auto"  # what to reveal first (below)
+    order: OrderName = "auto"  # what to reveal first (see above)
     threshold: Share = 0.0  # reveal all above this probability, and at least one (0: off)
     entropy_bound: Amount = 0.0  # reveal while the entropies' sum is at most this, in nats (0: off)
     block: Natural = 0  # finish this many tokens before the next (0: all, or half a context)
@@ -402,15 +402,6 @@ def exclude(logits, drawn, at, forbid, allowed):
         logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
 
 
-def has_effect(model, **settings):
-    """Whether each of the settings, as in `generate`, does something; few calls leave no choice."""
-    try:
-        from_keywords(settings, model)
-    except NoEffect:
-        return False
-    return True
-
-
 def unmask(
     model: mdlm.Model,
     x: torch.Tensor,
@@ -433,7 +424,7 @@ def unmask(
     memo      a calls.Memo: a text that the network has seen costs no call
     matches   {position: matching(pattern, length, tokenizer)}: the tokens of the gap that begins
               there match
-    settings  SamplerSettings by name; ValueError if one cannot be followed or has no effect
+    settings  SamplerSettings by name; ValueError if one cannot be followed
 
     T may exceed the context: the model then sees the last positions up to the end of a chunk, half
     a context by default. Each token of an autoregressive model takes a call.
@@ -808,13 +799,14 @@ def search(
     text     "To be███", "To [___] be", "My [___|name|sword]": as for --infill
     top      how many fills
     max_gap  the longest fill of [___], in tokens
-    limit    texts that the network may see in the search; seconds: after which it ends. Lengths are
-             compared before it, and a list has a fill in any case
+    limit    sequences that the search may compute
+    seconds  after which it ends. Lengths are compared before it, and a list always has a fill
 
     Each candidate has `text`, `fills` (of each gap), `p`, its probability among all fills of its
-    length given the text on both sides, and `logp`, by which they are ranked. Candidates.proven
-    says whether no other fill is likelier; if it is not, Candidates.bound is the most that log p of
-    another one can be.
+    length given the text on both sides, and `logp`, by which they are ranked. (Of autoregressive
+    models, and models of blocks, p is that of the gap and the text after it.) Candidates.proven
+    says that no other fill of the lengths searched is likelier; Candidates.bound is an upper bound
+    of log p of every fill that is not listed.
     """
     began = time.monotonic()
     top = arguments.whole_number("top", top, 1)
@@ -831,7 +823,7 @@ def search(
     return writer.filling(segments, top, max_gap, deadline=began + seconds).finish(limit)
 
 
-def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0) -> Any:
+def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0) -> tuple[str, list]:
     """Proofread a text: (text, changes), the new text and a list of changes.Change.
 
     caution: nats that a change must gain beyond the default. ValueError for a model that does not
@@ -847,6 +839,7 @@ CLASHES = [
     ("infill", "prompt batch length", "a template says by itself what to write"),
     ("batch", "prompt length watch html num_samples", "leave one of them out"),
     ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
+    ("fix", "prompt infill batch length num_samples candidates watch compare", "--fix proofreads"),
     ("watch", "json", "watch one text, or write many for a program"),
     ("compare", "batch candidates watch", "--compare writes texts with several settings"),
     ("compare", "logprobs", "the lines of --compare have no texts"),
@@ -985,7 +978,7 @@ def answers(writer, todo, options, is_drawn, pages):
         for template, segments in todo:
             if templates.has_open(segments):
                 segments = writer.filling(segments, 1, options.max_gap).finish()[0].segments
-                terminal.warn("[___] has its likeliest length now, and is filled again")
+                terminal.warn("all samples have the likeliest length of [___]")
             is_template = template is not None
             for parts, facts in show_samples(writer, segments, options, is_template, pages):
                 yield template, [parts], facts
@@ -1071,7 +1064,7 @@ def open_batch(options, todo, folders):
 
 
 def main(argv):
-    about = f"{__doc__}\n\n--order: {MEANINGS}."
+    about = f"{__doc__}\n--order: {MEANINGS}."
     given = place_text(parse_settings(Options, argv, about, groups=GROUPS, free="text"))
     options = Options(**given)
     check(options, given)

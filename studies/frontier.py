@@ -15,7 +15,7 @@ import torch
 import eval
 import mdlm
 import sample
-from nanomdlm.support.errors import NoEffect, UserError
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import word_statistics
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.numerics import standard_error
@@ -67,17 +67,6 @@ def write(model, n, seeds, dtype, settings):
     return ids.cpu(), (time.monotonic() - began) / len(ids)
 
 
-def open_run(device, trusted, must_have_code, folder):
-    """mdlm.load(folder). trusted: run the code that came with its network; must_have_code: raise
-    UserError if none came."""
-    try:
-        return mdlm.load(folder, device, trust_remote_code=trusted)
-    except NoEffect:
-        if must_have_code:
-            raise
-        return mdlm.load(folder, device)
-
-
 def bench_sampling(options, device, table):
     """Every sampler over numbers of calls; real text and the autoregressive twin beside them."""
     models = dict(ar=(None, None, None))
@@ -87,7 +76,7 @@ def bench_sampling(options, device, table):
         if objective == "ar" and not path:
             continue
         trusted = options.trust_remote_code
-        loaded = read_newest(path, partial(open_run, device, trusted, objective == "mdlm"))
+        loaded = read_newest(path, partial(mdlm.load, device=device, trust_remote_code=trusted))
         (folders[objective], *_), models[objective] = loaded
         c = models[objective][2]
         if c.objective != objective or c.prompt_column:
@@ -121,9 +110,6 @@ def bench_sampling(options, device, table):
         if ranks.is_late(table.until):
             table.note(f"the time is up: nothing measured from {name}, {steps} calls on")
             break
-        if not sample.has_effect(writer, **settings):
-            table.note(f"{name}, {steps} calls: left out, as so few calls leave it no choice")
-            continue
         x, seconds = write(writer, n, seeds, options.dtype, settings)
         facts = dict(sampler=name, calls=steps, seconds=seconds)
         by_seed = [statistics(texts) for texts in x.split(n)]

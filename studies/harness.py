@@ -157,7 +157,6 @@ class Harness(LM):
         if gen_kwargs.get("do_sample"):
             settings = {name: gen_kwargs.get(name) for name in ("temperature", "top_k", "top_p")}
             settings = {name: value for name, value in settings.items() if value is not None}
-            settings = self.with_effect(settings)
         device = next(self.model.parameters()).device
         x = torch.tensor([[*prompt, *[self.model.mask_id] * n]], device=device)
         ends = dict(end_id=self.tokenizer.end_id)
@@ -173,16 +172,6 @@ class Harness(LM):
         for stop in [until] if isinstance(until, str) else until:
             text = text.split(stop)[0] if stop else text
         return text
-
-    def with_effect(self, settings):
-        """Of temperature, top_k and top_p, which tasks give together, those that do something."""
-        V = self.tokenizer.vocab_size
-        kept = dict(settings)
-        if "top_k" in kept and whole_number("top_k", kept["top_k"], 0) > V:
-            del kept["top_k"]
-        if kept.get("temperature") == 0:
-            return dict(temperature=0.0)
-        return dict(top_k=1) if kept.get("top_k") == 1 else kept
 
     @torch.no_grad()
     def score(self, prompt, answer):

@@ -17,7 +17,3 @@ class RankError(UserError):
 
 class SharedError(UserError):
     """One that all ranks raise: the first one says it."""
-
-
-class NoEffect(UserError):
-    """A setting does nothing in what was asked for."""

@@ -25,7 +25,7 @@ from nanomdlm.support.constrain import automaton as automata
 from nanomdlm.support.constrain import build_automaton, drawing
 from nanomdlm.support.constrain.automaton import automaton_of
 from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
-from nanomdlm.support.errors import NoEffect, UserError
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import filling, templates
 from nanomdlm.support.infill.templates import Gap
 
@@ -77,16 +77,6 @@ def table_model(V=V, T=L, sharpness=3.0, seed=0, **config):
         return torch.einsum("bju,ijvu->biv", near, table) / T**0.5
 
     return Double(logits, V, T, **config)
-
-
-def with_effect(settings, call):
-    """What call(**settings) returns, without the settings that it refuses as they do nothing."""
-    settings = dict(settings)
-    while True:
-        try:
-            return call(**settings)
-        except NoEffect as e:
-            settings.pop(str(e).split()[0].removeprefix("--"))
 
 
 def all_texts(letters, n):
@@ -264,7 +254,7 @@ def matched(pattern, way, seed, model, kind):
     matches = {at: sample.matching(pattern, n, LETTERS) for at, n in places.items()}
     run = partial(sample.generate, model, x, matches=matches)
     try:
-        found = with_effect(way, run)
+        found = run(**way)
     except UserError:  # settings that this kind of model does not take
         assert kind != "plain"
         found = run(seed=way["seed"])

@@ -83,7 +83,8 @@ def test_the_variant_of_the_python_page_is_one_file_and_one_line(text_file, tmp_
     """Its flag, its settings in a checkpoint and its masks work in a copy of the project."""
     for name in ("variants", "support", "kernels"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "mdlm.py", tmp_path)
+    for name in ("mdlm.py", "nanomdlm.py"):
+        shutil.copy(ROOT / name, tmp_path)
     (code,) = [b for b in code_of("docs/python.md") if "class Spans" in b]
     (tmp_path / "variants" / "spans.py").write_text(code)
     listed = (ROOT / "variants" / "__init__.py").read_text()

@@ -79,8 +79,8 @@ def test_an_old_python_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         entry.start("__main__")
     assert end.value.code == 2 and "3.10" in capsys.readouterr().err
-    first = [ROOT / "support" / f"{name}.py" for name in ("__init__", "cli", "environment")]
-    for path in (*SCRIPTS, *first):
+    cli = [ROOT / "support" / "cli" / f"{name}.py" for name in ("__init__", "entry", "environment")]
+    for path in (*SCRIPTS, ROOT / "nanomdlm.py", ROOT / "support" / "__init__.py", *cli):
         ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
 
 

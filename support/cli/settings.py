@@ -299,7 +299,12 @@ def show_help(cls, description, default, groups, usage):
     folded = [p if p[:1] == " " else textwrap.fill(p, 79) for p in paragraphs]
     flags = said.getvalue().partition("\n\n")[2]  # tyro would join the lines of a description
     flags = re.sub(r"\s+\(default:\s+''\)", "", flags)  # empty: off
+    blocks = re.split(r"(?m)^(?=  --)", flags)  # (0: ...) says the default
+    flags = "".join(re.sub(r"\s+\(default:\s+0\)", "", b) if "(0:" in b else b for b in blocks)
     flags = "\n".join(line.rstrip() for line in flags.split("\n"))
+    # Of "NAME options", a line, the group's docstring and a line: the docstring and a line.
+    flags = re.sub(r"(?m)^ \w+ options\n( -+\n)((?:  .+\n)+?)  -+\n", r"\2\1", flags)
+    flags = re.sub(r"(?m)^  (?=\w)", " ", flags)
     try:
         print(*folded, flags, sep="\n\n", end="", flush=True)
     except BrokenPipeError:

@@ -1,1 +1,1 @@
-"""Infilling: templates with gaps, the network calls that fill them, and ranking by likelihood."""
+"""Infilling: templates with gaps, the search for their fills, lengths, and log-probabilities."""

@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
 
     text: str
     fills: tuple  # the text of each gap
-    p: float  # of all fills of its length, given the text on both sides
+    p: float  # p(gap | both sides) among fills of its length; p(gap, after | before) if joint
     logp: float  # nats: what candidates are ranked by, see Candidates.compares_lengths
     segments: list  # of the template, with the lengths of all gaps
     ids: list  # of the whole text
@@ -60,13 +60,15 @@ class Candidate(NamedTuple):
 class Candidates(list):
     """Candidates, the likeliest first, and what is known of the other fills.
 
+    Joint: of a model that does not see all text after the gaps, which predicts that text as well.
+
     proven            no other fill, of the lengths that were searched, is likelier than the last
     bound             log p of every other fill is at most this, nats
-    excluded          the probability of what may not stand in the gaps, as far as the search came
-                      to it; of the best one's length
+    excluded          the probability of what may not stand in the gaps (and, if joint, of other
+                      text after them) that the search has met; of the best one's length
     rest              that of all fills of this length that are neither listed nor excluded
     compares_lengths  whether `logp` is log p(gap, after | before); else log p(gap | both sides)
-    sequences         texts that the network has seen
+    sequences         sequences that the network has computed
     seconds           of all this
     """
 

@@ -12,8 +12,8 @@ bounds every fill that is not listed; the search may stop at any time, with that
 
 Texts of several lengths (Frames) are searched together if each starts with the cost of its length.
 
-The position to fill next is an end of a run of masks, where a neighbor is known: of these the one
-that the network is surest of, by entropy. results/infilling.md compares other orders. A model that
+The position to fill next is an end of a run of masks: of these the one that the network is surest
+of, by entropy. results/infilling.md compares other orders. A model that
 does not see what follows goes from left to right and scores the text after the gap as well; then
 the same search finds the largest log p(gap, after | before).
 """

@@ -941,7 +941,6 @@ def find_network(given):
         if network.base:
             fix = "export it, which merges its adapters, and give that folder"
             raise UserError(f"--init_from={source} is a run with --lora; {fix}")
-    remote_code.check_effect(is_trusted, network)
     return network
 
 
@@ -956,7 +955,6 @@ def open_network(config, folder):
     is_trusted = config.trust_remote_code
     if folder:
         network = read(folder / FILE, is_trusted)
-        remote_code.check_effect(is_trusted, network)
         network.is_resumed = True
         if network.base:
             network.load_base(in_parts=bool(config.shard))

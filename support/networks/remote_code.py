@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanomdlm.support.cli import files
 from nanomdlm.support.cli.environment import optional
-from nanomdlm.support.errors import NoEffect, UserError
+from nanomdlm.support.errors import UserError
 
 MOST = 1 << 24  # bytes of a file
 PACKAGES = {}  # what was imported: name of a package -> its folder, which transformers reads too
@@ -35,13 +35,6 @@ def check_trust(is_trusted, where, names):
         fix = "read it, then give --trust_remote_code (in Python trust_remote_code=True)"
         what = f"the network of {where} is code of others ({names})"
         raise UserError(f"{what}, never run unasked; {fix}")
-
-
-def check_effect(is_trusted, network):
-    """Raise NoEffect where --trust_remote_code is given for a Network, or None, without code."""
-    if is_trusted and (network is None or network.code is None):
-        why = "on a network that comes without code; leave it out"
-        raise NoEffect(f"--trust_remote_code has no effect {why}")
 
 
 def of_folder(path, classes, is_trusted):

@@ -332,7 +332,7 @@ def show(candidates, facts, with_scores):
     candidates: lists of pairs (text, whether it was filled)
     facts: dict whose "candidates" has the numbers of each, as sample.show_search gives them
     """
-    if not (with_scores or has_colours(sys.stdout)):
+    if not (with_scores or is_terminal(sys.stdout)):
         candidates = candidates[:1]
     shows_p = not facts.get("compares_lengths") and facts.get("p", 0) > 1e-3
     for i, texts in enumerate(candidates):
@@ -355,6 +355,8 @@ def certificate(facts, shows_p):
     if not facts["proven"] and facts["bound"] > math.log(0.5):  # which says little
         return f"not proven; {seen}"
     is_proven = "proven: any other" if facts["proven"] else "not proven: another"
+    if facts.get("compares_lengths"):
+        is_proven += " of the lengths searched"
     if shows_p:
         return f"{is_proven} has {math.exp(min(0, facts['bound'])):.2%} at most; {seen}"
     return f"{is_proven} has log p {facts['bound']:.2f} at most; {seen}"

@@ -47,12 +47,12 @@ from nanomdlm.support.cli.settings import (
 from nanomdlm.support.data import sources, texts
 from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import display
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.infill.likelihood import chain_rule
 from nanomdlm.support.infill.model_calls import checked, group_size, to_context
 from nanomdlm.support.run import calibration, checkpoint, checkpoint_score, comparing, plots
 from nanomdlm.support.run.checkpoint import SHIPPED, default_run, read_state
-from nanomdlm.support.web import viewer
 
 EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
 
@@ -409,7 +409,7 @@ def predict(model, tokenizer, x0, n, scored, rate):
     for i, text in enumerate(tokenizer.pieces(ids)):
         token = dict(number=i + 1, text=text, mark="", likeliest=[])
         if xt[0, i] == model.mask_id:
-            token["likeliest"] = viewer.likeliest(tokenizer, p[i], 3, first=i == 0)
+            token["likeliest"] = display.likeliest(tokenizer, p[i], 3, first=i == 0)
             token["mark"] = "+" if p[i].argmax() == ids[i] else "x"
         tokens.append(token)
     return tokens
@@ -452,7 +452,7 @@ def text_report(r):
     """The results of show_text as lines of text."""
     masked = [token for token in r["tokens"] if token["mark"]]
     lines = [f"{r['checkpoint']}: {len(masked)} of {len(r['tokens'])} tokens masked"]
-    lines += viewer.aligned(r["tokens"])
+    lines += display.aligned(r["tokens"])
     for token in masked:
         best = [f"{text!r} {p:.1%}" for text, p in token["likeliest"]]
         head = f"token {token['number']:>4} {token['mark']} {token['text']!r}:"

@@ -82,7 +82,6 @@ from nanomdlm.support.infill.templates import matching as matching
 from nanomdlm.support.numerics import draw, reversed_bits, top2_margin, topk_mask
 from nanomdlm.support.run import checkpoint_score
 from nanomdlm.support.run.checkpoint import default_run, find_checkpoint
-from nanomdlm.support.web import viewer
 
 DOUBT_PER_CALL = (
     0.3  # nats of doubt that a token gains with each call after its own (results/sampling.md)
@@ -707,16 +706,19 @@ class Writer:
         """The filling.Filling that searches for the n likeliest fills of a template."""
 
         def draw(segments, n):
+            if deadline < math.inf:
+                n = 1
             gaps = [segment for segment in segments if segment.is_gap]
             if abilities.is_causal(self.model) or any(gap.pattern or gap.choices for gap in gaps):
-                return [one.ids for one in self.write(segments, n, True)]
+                return self.write(segments, n, True)
             # The surest token a call is nearer to the best fill than most draws are
             # (results/infilling.md).
             steps = sum(gap.size for gap in gaps)
+            if deadline < math.inf:
+                steps = min(steps, 16)
             greedy = SamplerSettings(steps, order="max_prob", temperature=0.0, correct="0")
             surest = Writer(self.model, self.tokenizer, resolve(greedy, self.model))
-            drawn = self.write(segments, n - 1, True) + surest.write(segments, 1, True)
-            return [one.ids for one in drawn]
+            return self.write(segments, n - 1, True) + surest.write(segments, 1, True)
 
         settings = (self.model, self.tokenizer, segments, n, max_gap, draw, update, deadline)
         return filling.Filling(*settings)
@@ -823,7 +825,9 @@ def search(
     return writer.filling(segments, top, max_gap, deadline=began + seconds).finish(limit)
 
 
-def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0) -> tuple[str, list]:
+def fix(
+    model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0
+) -> tuple[str, list]:
     """Proofread a text: (text, changes), the new text and a list of changes.Change.
 
     caution: nats that a change must gain beyond the default. ValueError for a model that does not
@@ -839,7 +843,7 @@ CLASHES = [
     ("infill", "prompt batch length", "a template says by itself what to write"),
     ("batch", "prompt length watch html num_samples", "leave one of them out"),
     ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
-    ("fix", "prompt infill batch length num_samples candidates watch compare", "--fix proofreads"),
+    ("fix", "prompt infill batch length num_samples candidates watch compare", "it proofreads"),
     ("watch", "json", "watch one text, or write many for a program"),
     ("compare", "batch candidates watch", "--compare writes texts with several settings"),
     ("compare", "logprobs", "the lines of --compare have no texts"),
@@ -923,9 +927,11 @@ def show_samples(writer, segments, options, is_template, pages):
         began = time.monotonic()
         total = sum(chunk.steps for chunk in rows.chunks())
         given = rows.x[0] if is_template else torch.tensor(to_ids(segments, tokenizer, mask))
-        films = [viewer.HtmlRecorder(tokenizer, given, mask) for _ in rows.x if options.html]
+        films = [
+            products.pages().HtmlRecorder(tokenizer, given, mask) for _ in rows.x if options.html
+        ]
         watches = [
-            viewer.TerminalPlayer(tokenizer, given, mask, total) for _ in rows.x if options.watch
+            display.TerminalPlayer(tokenizer, given, mask, total) for _ in rows.x if options.watch
         ]
         with progress.bar(total=total, desc="writing", unit=" steps", disable=options.watch) as bar:
             for step in rows.steps():
@@ -1038,9 +1044,9 @@ def compare(options, given, model, tokenizer, folders):
     with open_lines(options) as lines:
         pages = words.compare(variants, fill, statistics, n, lines)
     if options.html:
-        about = viewer.settings(model, resolve(options, model))
+        about = products.pages().settings(model, resolve(options, model))
         about.pop(options.compare.partition("=")[0], None)  # each tab has its own
-        viewer.write_page(options.html, pages, about)
+        products.pages().write_page(options.html, pages, about)
     return 0
 
 
@@ -1098,13 +1104,14 @@ def main(argv):
             for template, texts, facts in answers(writer, todo, options, is_drawn, pages):
                 if lines is not sys.stdout and not options.batch:
                     print(rule, end="")
-                    viewer.show(texts, facts, "candidates" in given)
+                    display.show(texts, facts, "candidates" in given)
                     rule = "-" * 40 + "\n" if template is None else ""
                 if lines:
-                    print(viewer.json_line(template, texts[0], facts), file=lines, flush=True)
+                    print(display.json_line(template, texts[0], facts), file=lines, flush=True)
                 bar.update()
     if options.html:
-        viewer.write_page(options.html, pages, viewer.settings(model, options))
+        replay = products.pages()
+        replay.write_page(options.html, pages, replay.settings(model, options))
     return 0
 
 

@@ -314,13 +314,13 @@ def test_what_is_shown_has_its_spaces(made, name, monkeypatch):
     assert made.decode(begun) == expected
     watch = SimpleNamespace(tokenizer=made, mask=V, given=[True] * len(ids))
     nothing = [False] * len(ids)
-    (line,) = viewer.TerminalPlayer.lines(watch, begun, nothing, nothing, 200)
+    (line,) = display.TerminalPlayer.lines(watch, begun, nothing, nothing, 200)
     assert re.sub("\x1b.*?m", "", line) == expected.replace("█", "░")
-    (line,) = viewer.TerminalPlayer.lines(watch, ids, nothing, nothing, 200)
+    (line,) = display.TerminalPlayer.lines(watch, ids, nothing, nothing, 200)
     assert re.sub("\x1b.*?m", "", line) == made.decode(ids)
     p = torch.zeros(V)
     p[ids[end]] = 1
-    assert viewer.likeliest(made, p, 1) == [(" of", 1.0)]
+    assert display.likeliest(made, p, 1) == [(" of", 1.0)]
     film = viewer.HtmlRecorder(made, torch.tensor(begun), V)
     assert "".join(film.page(ids)["tokens"]) == made.decode(ids)
 

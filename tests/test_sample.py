@@ -486,8 +486,8 @@ class TestCharacters:
         assert d["candidates"][0]["text"] == d["text"] and d["calls"] <= 400
         monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
         best, second, third = say(run, "--infill=The ███").out.splitlines()
-        assert best.startswith(f"The {viewer.FILLED}") and viewer.FAINT not in best
-        assert second.startswith(viewer.FAINT) and third.startswith(viewer.FAINT)
+        assert best.startswith(f"The {display.FILLED}") and display.FAINT not in best
+        assert second.startswith(display.FAINT) and third.startswith(display.FAINT)
         plain = [
             json.loads(say(run, "--infill=The ███", *flags, "--json=-").out)
             for flags in (["--num_samples=1"], ["--seed=1"], ["--seed=0", "--steps=32"])

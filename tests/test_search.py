@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import tokenizer_kinds as K
 import tokenizers
 import torch
 from conftest import ROOT, Toy
@@ -431,7 +432,7 @@ def test_the_fill_of_the_readme_is_proven(capsys):
 
 
 def test_a_batch_that_is_killed_goes_on_after_its_last_line(short_run, tmp_path):
-    """Nothing is searched twice, and the file is that of one run; another batch starts anew."""
+    """Nothing is searched twice, and the file is that of one run; another's file is kept."""
     batch = tmp_path / "batch"
     batch.write_text("".join(f"the{c}██ of█\n" for c in 9 * "abcdefgh"), encoding="utf-8")
     whole, stopped = tmp_path / "whole.json", tmp_path / "stopped.json"
@@ -455,7 +456,56 @@ def test_a_batch_that_is_killed_goes_on_after_its_last_line(short_run, tmp_path)
         [json.loads(line)["text"] for line in p.read_text().splitlines()] for p in (whole, stopped)
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 72
-    part.write_bytes(b"another job\n{}\n")
-    batch.write_text("the █\n", encoding="utf-8")
-    assert sample.main([*flags, f"--json={stopped}"]) == 0
-    assert len(stopped.read_text().splitlines()) == 1 and not part.exists()
+    for others in (b"another job\n{}\n", b"half a line"):
+        part.write_bytes(others)
+        with pytest.raises(UserError, match="stopped.json.part"):
+            sample.main([*flags, f"--json={stopped}"])
+        assert part.read_bytes() == others and not [*tmp_path.glob("*.lock")]
+
+
+@pytest.mark.parametrize("text", ["a[___||b]ca", "a[___:b?]ca", "a[___||c]b█a", "a[___]b[___]c"])
+@pytest.mark.parametrize("kind", JOINT)
+def test_what_follows_a_gap_counts_where_its_fill_is_empty(kind, text):
+    """log p(gap, after | before) of each fill is that of the chain rule, and they are in order."""
+    model = JOINT[kind]()
+    found = sample.search(model, Tokenizer("char", LETTERS), text, top=5, max_gap=2, limit=5000)
+    for one in found:
+        before = text.index("[")
+        logp = chain_rule(model, torch.tensor([one.ids]))[0, before : len(one.ids)].sum().item()
+        assert one.logp == pytest.approx(logp, abs=1e-5)
+    assert found.proven and [one.logp for one in found] == sorted(o.logp for o in found)[::-1]
+
+
+@pytest.mark.parametrize("text", ["ab[___]ba[___]ab", "a" + 40 * "█" + "b", "ab[___]ba"])
+def test_a_search_ends_in_time(text):
+    """What comes before the search, and a first fill, take at most about as long again."""
+
+    def logits(xt):
+        time.sleep(0.02 * len(xt))
+        return torch.stack([torch.sin(xt * k + 1.0) for k in (1, 2, 3)], -1).double()
+
+    model = Toy(logits, 3, 64)
+    began = time.monotonic()
+    found = sample.search(model, Tokenizer("char", LETTERS), text, seconds=0.5)
+    assert found and time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("text", ["中███文", "中████文", "中[___]文[___]文"])
+def test_bytes_that_are_no_text_do_not_hold_a_search_up(text):
+    """The network prefers bytes of half characters."""
+
+    def logits(xt):
+        likely = torch.zeros(256)
+        likely[0x80:] = 5
+        return likely.expand(*xt.shape, 256).clone()
+
+    found = sample.search(Toy(logits, 256, 32), Tokenizer("byte"), text, limit=20)
+    assert found and found.sequences < 400
+    assert all("\ufffd" not in one.text for one in found)
+
+
+def test_a_list_needs_a_text_of_the_length_that_is_given():
+    tokenizer = Tokenizer("file", K.KINDS["gpt2"]("the function of a statement " * 9).to_str())
+    model = Toy(lambda xt: torch.zeros(*xt.shape, tokenizer.vocab_size), tokenizer.vocab_size, 32)
+    with pytest.raises(UserError, match="5 tokens"):
+        sample.search(model, tokenizer, "the [█████|function|statement] of")

@@ -81,7 +81,7 @@ def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colours, mo
         monkeypatch.setenv("TERM", "xterm")
     else:
         monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sample.viewer.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(sample.display.time, "sleep", lambda seconds: None)
     flags = [f"--out_dir={hostile[0]}", "--steps=3", *more]
     if "infill" not in str(more):
         flags.append("--length=30")

@@ -136,17 +136,17 @@ def test_unwritable_files_get_one_sentence(tmp_path, capsys):
 def test_watch_shows_what_changed(capsys, monkeypatch):
     """In another colour, and counted; a token that is drawn again and stays is none."""
     monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
-    monkeypatch.setattr(viewer.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(display.time, "sleep", lambda seconds: None)
     mask = 2
-    watch = viewer.TerminalPlayer(
+    watch = display.TerminalPlayer(
         Tokenizer("char", ["a", "b"]), torch.tensor([0, mask, mask]), mask, 3
     )
     for ids in ([0, 1, mask], [0, 1, 0], [0, 0, 0]):
         capsys.readouterr()
         watch.add(SimpleNamespace(x=torch.tensor([ids])), 0)
         shown = capsys.readouterr().out
-        assert (viewer.CHANGED in shown) == ("change" in shown) == (ids == [0, 0, 0])
-    assert f"{viewer.CHANGED}a" in shown and "step 3 of 3: 3 of 3 tokens, 1 change\x1b" in shown
+        assert (display.CHANGED in shown) == ("change" in shown) == (ids == [0, 0, 0])
+    assert f"{display.CHANGED}a" in shown and "step 3 of 3: 3 of 3 tokens, 1 change\x1b" in shown
 
 
 def test_film_has_a_step_for_each_call():

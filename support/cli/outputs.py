@@ -7,6 +7,8 @@ run keeps in its folder, and nothing in a folder with a model or a data set.
 import os
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from nanomdlm.support.cli.files import (
     PART,
     is_run,
@@ -198,8 +200,9 @@ class Lines:
 class Continued(Lines):
     """Lines of a job that may be stopped: what is done is in PATH.part until all of it is.
 
-    job: what identifies it. When the same job is started again, `done` is the number of lines that
-    are there already. Raises UserError if PATH.part is not a file.
+    job: what identifies it, 64 hexadecimal digits. When the same job is started again, `done` is
+    the number of lines that are there already. Raises UserError if PATH.part is of something else,
+    or if another process writes it.
     """
 
     def __init__(self, path, job):
@@ -208,20 +211,29 @@ class Continued(Lines):
         if why:
             raise UserError(f"{path} {why}; {FIX}")
         part = self.whole.with_name(f"{self.whole.name}.part")
-        self.done = 0
+        self.lock = FileLock(f"{part}.lock")
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"another process writes {part}; wait for it, or {FIX}") from None
         head = f"{job}\n".encode()
         with naming(part):
-            lines = part.read_bytes().splitlines(keepends=True) if part.exists() else []
-            complete = [line for line in lines if line.endswith(b"\n")]
-            if complete[:1] == [head]:
-                self.done = len(complete) - 1
-            else:
-                complete = [head]
-            write_atomically(part, b"".join(complete))
+            content = part.read_bytes() if part.exists() else head
+            if not content.startswith(head):
+                self.unlock()
+                what = f"{part} is of other templates, settings, or weights"
+                raise UserError(f"{what}; remove that file to begin anew, or {FIX}")
+            content = content[: content.rindex(b"\n") + 1]  # a kill may have cut the last line
+            self.done = content.count(b"\n") - 1
+            write_atomically(part, content)
             self.path = part
             self.tmp = None
             self.unwritten = b""
             self.file = open(part, "ab", buffering=0)
+
+    def unlock(self):
+        self.lock.release()
+        Path(self.lock.lock_file).unlink(missing_ok=True)
 
     def __exit__(self, error, *_):
         self.file.close()
@@ -230,3 +242,4 @@ class Continued(Lines):
                 _, _, content = self.path.read_bytes().partition(b"\n")
                 write_atomically(self.whole, content)
                 self.path.unlink()
+        self.unlock()

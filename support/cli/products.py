@@ -32,6 +32,13 @@ def proofreading_of_files():
     return file
 
 
+def pages():
+    """Pages that replay how texts were unmasked."""
+    from nanomdlm.support.web import viewer
+
+    return viewer
+
+
 def word_statistics():
     """Texts side by side, with numbers about their words."""
     from nanomdlm.support.infill import word_statistics

@@ -11,9 +11,11 @@ all of its lengths in one search, as its fills end with [END] or a line break. W
 to fill than a search can, a sampler draws some fills, which then compete.
 """
 
+import functools
 import itertools
 import math
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from nanomdlm.support import abilities
 from nanomdlm.support.cli.arguments import check_tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import search
-from nanomdlm.support.infill.filters import Filter
+from nanomdlm.support.infill.filters import Filter, drawable
 from nanomdlm.support.infill.lengths import score_lengths
 from nanomdlm.support.infill.model_calls import call_size, device_of, groups, next_logp
 from nanomdlm.support.infill.templates import (
@@ -97,8 +99,8 @@ def fill(
 
     segments: the template, as from templates.parse. max_gap: the longest fill of a gap of unknown
     length, in tokens. limit: sequences that the search may take; deadline: time.monotonic() after
-    which it does not go on. draw(segments, n): lists of ids that a sampler fills a template with,
-    whose lengths are known. update(n): called when the network has seen n more texts
+    which it does not go on. draw(segments, n): what a sampler fills a template with, whose lengths
+    are known, as sample.Written. update(n): called when the network has seen n more texts
 
     Raises UserError if no fill can be shown.
     """
@@ -144,8 +146,15 @@ class Filling:
         segments = encode_segments(segments, tokenizer)
         check_lengths(segments, max_gap)
         is_endless = segments[-1] == Gap() and not abilities.knows_lengths(model)
-        shapes = likely_shapes(self.model, tokenizer, segments, max_gap, is_endless, self.count)
-        frames = [frame_of(self.model, tokenizer, shape, is_endless, draw) for shape in shapes]
+        shapes = likely_shapes(
+            self.model, tokenizer, segments, max_gap, is_endless, self.count, deadline
+        )
+        if self.is_late():
+            shapes = shapes[:1]
+        draws = None
+        if draw and not is_endless:
+            draws = functools.partial(self.draw, draw)
+        frames = [frame_of(self.model, tokenizer, shape, is_endless, draws) for shape in shapes]
         self.is_drawn = any(frame.is_drawn for frame in frames)
         self.compares_lengths = len(frames) > 1 or frames[0].is_joint
         if len(frames) > 1 and not frames[0].is_joint:
@@ -156,6 +165,16 @@ class Filling:
     def count(self, n):
         self.sequences += n
         self.update(n)
+
+    def draw(self, draw, segments):
+        """What a sampler draws: lists of ids."""
+        made = draw(segments, DRAWS)
+        self.count(sum(one.calls for one in made))
+        return [one.ids for one in made]
+
+    def is_late(self):
+        """Whether half of the time is over, so that what is left is for one length."""
+        return 2 * time.monotonic() > self.began + self.deadline
 
     def finish(self, limit=LIMIT):
         """Search until the list is proven, or a limit is reached; returns the Candidates."""
@@ -212,11 +231,12 @@ class Filling:
 
 
 # ---- Lengths
-def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count):
-    """The likeliest shapes: lists of segments whose gaps have known lengths.
+def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadline):
+    """The likeliest shapes, the best first: lists of segments whose gaps have known lengths.
 
     Each gap's lengths are scored with the others of a usual length; scores of several gaps add up.
-    is_endless: the last gap, of any length, is at the end of the text
+    is_endless: the last gap, of any length, is at the end of the text. deadline: time.monotonic()
+    after which lengths are no longer compared
     """
     L = model.config.block_size
     options = {i: s.lengths(max_gap) for i, s in enumerate(segments) if s.is_open}
@@ -234,16 +254,17 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count):
             known[i] = segments[i].of_length(min(lengths))
     room = L - sum(s.size for i, s in enumerate(known) if i not in options)
     n_options = math.prod(len(lengths) for lengths in options.values())
-    # All texts of a list are compared.
+    # Of each combination of the lengths of lists, whose texts are all compared, so many.
+    n_kept = N_LENGTHS + len(options) - 1
+    listed = [k for k, i in enumerate(options) if segments[i].spelled]
     n_listed = math.prod(len(options[i]) for i in options if segments[i].spelled)
-    n_kept = n_listed * (N_LENGTHS + len(options) - 1)
     combined = {(): 0.0}  # lengths of the gaps so far -> score
     for i, lengths in options.items():
         scores = dict.fromkeys(lengths, 0.0)
-        if n_options > n_kept:
-            scores = scores_of(
-                model, tokenizer, known, (i, segments[i]), lengths, len(options) > 1, count
-            )
+        if n_options > n_listed * n_kept:
+            is_refined = len(options) > 1
+            gap = (i, segments[i])
+            scores = scores_of(model, tokenizer, known, gap, lengths, is_refined, count, deadline)
         combined = {
             (*before, m): score + scores[m]
             for before, score in combined.items()
@@ -252,9 +273,13 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count):
         }
     if not combined:
         raise UserError(f"no fill leaves room for the whole text in {L} tokens; shorten it")
-    best = sorted(combined, key=lambda lengths: -combined[lengths])[:n_kept]
     shapes = []
-    for lengths in sorted(best):
+    taken = Counter()
+    for lengths in sorted(combined, key=lambda lengths: (-combined[lengths], lengths)):
+        of_lists = tuple(lengths[k] for k in listed)
+        taken[of_lists] += 1
+        if taken[of_lists] > n_kept:
+            continue
         shape = list(known)
         for i, m in zip(options, lengths):
             shape[i] = segments[i].of_length(m)
@@ -264,21 +289,22 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count):
     return shapes
 
 
-def scores_of(model, tokenizer, known, gap, lengths, is_refined, count):
+def scores_of(model, tokenizer, known, gap, lengths, is_refined, count, deadline):
     """{length: score} of a gap, (its number, the segment), the others of a usual length.
 
     is_refined: of the likely lengths, by a good fill of each. Gaps that must be filled together
-    leave less room for the errors of one look
+    leave less room for the errors of one call. After the deadline, it is less exact
     """
     L = model.config.block_size
     number, segment = gap
     before, after = known[:number], known[number + 1 :]
     shapes = {m: [*before, segment.of_length(m), *after] for m in lengths}
     shapes = {m: shape for m, shape in shapes.items() if total(shape) <= L}
-    found = score_lengths(model, [*shapes.values()], number)
-    count(len(shapes))
+    may_draw = drawable(tokenizer, model.vocab_size)
+    found = score_lengths(model, [*shapes.values()], number, may_draw, deadline)
+    count(len(found))
     scores = {m: sum(terms) for m, terms in zip(shapes, found)}
-    if not is_refined:
+    if not is_refined or time.monotonic() > deadline:
         return scores
     next_token = {m: terms[0] for m, terms in zip(shapes, found)}
     likely = sorted(scores, key=lambda m: -scores[m])[:N_REFINED]
@@ -290,7 +316,7 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count):
         ]
         searches.append(search.Search([frame_of(model, tokenizer, others, False, None)], 1))
     # Enough for one fill of each, and some more.
-    search.run(model, searches, limit=max(likely) + 4, update=lambda one: count(1))
+    search.run(model, searches, max(likely) + 4, deadline, lambda one: count(1))
     return {
         m: next_token[m] + one.fills[0].logp if one.fills else scores[m]
         for m, one in zip(likely, searches)
@@ -325,26 +351,29 @@ def frame_of(model, tokenizer, segments, is_endless, draw):
     L = model.config.block_size
     x = to_ids(segments, tokenizer, model.mask_id)
     is_gap = [segment.is_gap for segment in segments for _ in range(segment.size)]
+    ends = [*itertools.accumulate(segment.size for segment in segments)]
+    where = [i for i, segment in enumerate(segments) if segment.is_gap]
+    gaps = (ends[where[0]] - segments[where[0]].size, ends[where[-1]])
     open = [at for at, gap in enumerate(is_gap) if gap]
-    after = [at for at, gap in enumerate(is_gap) if open and at > open[0] and not gap]
+    after = [
+        at
+        for at, gap in enumerate(is_gap)
+        if at >= gaps[0] and not gap and x[at] != model.mask_id  # not of a `hidden` gap
+    ]
     only = []  # lists of texts, and fills that were drawn
     k = 0
     for segment in segments:
         if segment.is_gap and segment.spelled:
             only.append((k, [ids for ids in segment.spelled if len(ids) == segment.length]))
         k += segment.size if segment.is_gap else 0
-    is_drawn = len(open) > LONG and draw is not None and not is_endless
+    is_drawn = len(open) > LONG and draw is not None
     if is_drawn:
-        fills = {tuple(ids[at] for at in open) for ids in draw(segments, DRAWS)}
+        fills = {tuple(ids[at] for at in open) for ids in draw(segments)}
         only.append((0, sorted(fills)))
     size = len(x)
     x += [model.objective.pad_id] * (L - size)
     filter = Filter(model, tokenizer, segments, open, only, is_endless)
-    frame = search.Frame(model, x, open, filter, after, is_ordered=is_endless)
-    frame.size = size
-    ends = [*itertools.accumulate(segment.size for segment in segments)]
-    gaps = [i for i, segment in enumerate(segments) if segment.is_gap]
-    frame.gaps = (ends[gaps[0]] - segments[gaps[0]].size, ends[gaps[-1]])  # where they are
+    frame = search.Frame(model, x, open, filter, after, gaps, size, is_ordered=is_endless)
     frame.is_drawn = is_drawn
     return frame
 

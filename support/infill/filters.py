@@ -1,5 +1,8 @@
 """What may stand at the open positions of a template: a filter on what a search expands."""
 
+import functools
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -27,7 +30,8 @@ class Filter:
         self.segments = segments
         self.open = open
         self.only = [(first, np.array(fills)) for first, fills in only]
-        self.may_draw = drawable(tokenizer, model.vocab_size)
+        self.may_draw = drawable(tokenizer, model.vocab_size).clone()
+        self.starts_with_space = torch.from_numpy(starts_with_space(tokenizer))
         self.line_ends = None  # (V,) bool: the tokens that end the last gap, from its second one on
         self.last = 0  # the number of the first open position of the last gap, if that is endless
         if is_endless:
@@ -46,6 +50,8 @@ class Filter:
                 self.template += segment.ids
                 continue
             automaton = segment.automaton
+            if not automaton and tokenizer.kind == "byte" and not (is_endless and k == self.last):
+                automaton = whole_characters(model.vocab_size)
             if automaton and segment.length and not automaton.is_free:
                 self.must_match.append((k, automaton, segment.length))
             self.template += [None] * segment.length
@@ -58,7 +64,7 @@ class Filter:
             allowed = allowed.clone()
             allowed[self.tokenizer.end_id] = False
         if k in self.spaced:
-            allowed = allowed & torch.from_numpy(starts_with_space(self.tokenizer))
+            allowed = allowed & self.starts_with_space
         for first, automaton, length in self.must_match:
             if first <= k < first + length:
                 part = fill[first : first + length]
@@ -106,6 +112,7 @@ class Filter:
         return joined(texts)
 
 
+@functools.lru_cache(4)
 def drawable(tokenizer, vocab_size):
     """(V,) bool: the ids that are text."""
     may_draw = torch.ones(vocab_size, dtype=torch.bool)
@@ -116,11 +123,28 @@ def drawable(tokenizer, vocab_size):
     return may_draw
 
 
+@functools.lru_cache(4)
 def breaks(tokenizer, vocab_size):
     """(V,) bool: the ids whose text has a line break."""
     if tokenizer.kind == "id":
         return torch.zeros(vocab_size, dtype=torch.bool)
     return torch.tensor(["\n" in tokenizer.piece(id) for id in range(vocab_size)])
+
+
+@functools.lru_cache(1)
+def whole_characters(vocab_size):
+    """An automaton over bytes: UTF-8, whose state is the number of bytes that a character lacks.
+    (The few sequences that UTF-8 forbids beyond that are refused when a fill is complete.)"""
+    # Kinds of bytes: 0 ASCII, 1 to 3 begin a character of so many more, 4 goes on, 5 never.
+    kinds = torch.full((vocab_size,), 5)
+    kinds[:0x80], kinds[0x80:0xC0], kinds[0xC2:0xE0] = 0, 4, 1
+    kinds[0xE0:0xF0], kinds[0xF0:0xF5] = 2, 3
+    S = 4  # the state that is no text
+    step = torch.full((S + 1, 6), S)
+    step[0, :4] = torch.arange(4)
+    step[1:4, 4] = torch.arange(3)
+    accepts = torch.tensor([True, False, False, False, False])
+    return SimpleNamespace(next=step, classes=kinds, S=S, accepts=accepts, is_free=False)
 
 
 def matching(automaton, part, k):

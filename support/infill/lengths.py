@@ -11,6 +11,9 @@ gap. The second needs no calibration by length, as the mean entropy in the gap d
 with every token. So it serves every model. results/lengths.md compares it with other statistics.
 """
 
+import math
+import time
+
 import torch
 
 from nanomdlm.support.infill.model_calls import call_size, device_of, groups, logits_at
@@ -19,15 +22,19 @@ N_AFTER = 4  # tokens after the gap that are masked as well
 
 
 @torch.no_grad()
-def score_lengths(model, shapes, number):
+def score_lengths(model, shapes, number, may_draw=None, deadline=math.inf):
     """[(log p of the token after it, the largest log p inside)] of gap `number` of some shapes.
 
-    shapes: lists of segments, whose gaps have known lengths. The sum is the score of a length
+    shapes: lists of segments, whose gaps have known lengths. The sum is the score of a length.
+    may_draw: (V,) bool, the ids that are text; None: all. deadline: time.monotonic() after which no
+    further call begins; the list is shorter then
     """
     scores = []
     device = device_of(model)
     # In groups: the logits of all lengths together may need gigabytes.
     for some in groups(model, len(shapes), device, call_size(model, device)):
+        if scores and time.monotonic() > deadline:
+            break
         rows = [masked(model, shape, number) for shape in shapes[some]]
         places = [gap + after[:1] for _, gap, after in rows]
         x = torch.tensor([ids for ids, _, _ in rows])
@@ -37,7 +44,10 @@ def score_lengths(model, shapes, number):
         for (_, gap, after), shape, own in zip(rows, shapes[some], logp.split([*map(len, places)])):
             token = ids_of(model, shape)[after[0]] if after else 0
             next_token = own[-1, token].item() if after else 0.0
-            scores.append((next_token, largest(shape[number], own[: len(gap)])))
+            inside = own[: len(gap)]
+            if may_draw is not None:
+                inside = inside.masked_fill(~may_draw, -math.inf)
+            scores.append((next_token, largest(shape[number], inside)))
     return scores
 
 

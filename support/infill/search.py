@@ -31,6 +31,7 @@ from nanomdlm.support.infill.model_calls import call_size, device_of, logits_at,
 
 OPEN = -1  # a position of a fill with no token yet
 ROWS = 8  # partial fills that one call expands at most; more would often be in vain
+MORE = 4  # sequences for each position of a gap, to find a first fill after the limit
 WIDTH = 128  # children of a partial fill that are made at once; more when these are used up
 
 
@@ -67,13 +68,17 @@ class Frame:
     open    the positions of the gaps, ascending
     filter  what may stand there, a filters.Filter
     after   positions of given text from the first gap on, which models score that do not see it
+    gaps    (begin, end) of the part of the text from the first gap to the last one
+    size    tokens of the text
     is_ordered  whether gaps are filled from left to right, as a text must be that may end early
     start   nats that each of its fills costs more, where Frames compete
     """
 
-    def __init__(self, model, x, open, filter, after=(), is_ordered=False, start=0.0):
+    def __init__(self, model, x, open, filter, after, gaps, size, is_ordered=False, start=0.0):
         self.x = x
         self.open = open
+        self.gaps = gaps
+        self.size = size
         self.filter = filter
         self.is_joint = not abilities.fills_gaps(model)  # the fills are scored with `after`
         self.is_causal = abilities.is_causal(model)
@@ -100,7 +105,8 @@ class Frame:
 
     def is_complete(self, fill):
         """Whether nothing is left to fill, or to score."""
-        return OPEN not in fill and not (self.after and self.after[-1] > self.open[-1])
+        end = self.open[-1] if self.open else -1
+        return OPEN not in fill and not (self.after and self.after[-1] > end)
 
 
 class Search:
@@ -121,10 +127,10 @@ class Search:
         self.sequences = 0
         for number, frame in enumerate(frames):
             root = Node(number, frame.start, (OPEN,) * len(frame.open), least=frame.start)
-            if frame.open:
-                self.push(root)
-            else:
+            if frame.is_complete(root.fill):
                 self.offer(root)
+            else:
+                self.push(root)
 
     # ---- The queue
     def push(self, node):
@@ -273,7 +279,7 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
 
     limit: sequences that the network may see for each Search. deadline: time.monotonic() after
     which no further call begins. Even then each list gets a fill: the one that is nearest to its
-    end is completed. update(search): called for each text that the network has seen
+    end is completed, unless too many fills are refused. update(search): called for each sequence
     """
     waiting = deque(searches)
     while waiting and time.monotonic() < deadline:
@@ -287,7 +293,8 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
         if search.fills:
             continue
         search.sort(deepest_first=True)
-        while not search.fills and search.queue:
+        more = search.sequences + MORE * max(len(frame.open) for frame in search.frames) + MORE
+        while not search.fills and search.queue and search.sequences < more:
             item = search.ask_about(heapq.heappop(search.queue)[-1])
             search.expand(item[1], item[3], *ask(model, [item]))
             update(search)

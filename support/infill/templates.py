@@ -174,6 +174,9 @@ def place_pattern(gap, before, tokenizer):
     lead = " " if space == "lent" else ""
     spelled = [spell_choice(lead + text, tokenizer, bool(ids)) for text in gap.choices]
     known = tuple(ids for ids in spelled if ids is not None and automaton.takes(ids))
+    if gap.choices and gap.length not in (None, *map(len, known)):
+        what = f"no text of the list has {gap.length} tokens"
+        raise UserError(f"{what}; write another number of █, or [___|...]")
     return gap._replace(spelled=known)
 
 

@@ -12,9 +12,9 @@ from nanomdlm.support.cli.settings import parse
 from nanomdlm.support.data import records, sources
 from nanomdlm.support.data.sources import map_ids
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import display
 from nanomdlm.support.infill.templates import joined
 from nanomdlm.support.run import plots
-from nanomdlm.support.web import viewer
 
 GROUP = 16  # texts whose words are compared: the share of distinct ones depends on their number
 TEXTS = 16  # for each value, unless --num_samples says otherwise
@@ -126,7 +126,7 @@ def compare(variants, fill, statistics, tokens, file):
         texts, facts = zip(*fill(settings, pages=here))
         pages += [page | dict(title=title) for page in here[:1]]
         if file is not sys.stdout:
-            print(f"---- {title}", viewer.highlighted(texts[0]), sep="\n", flush=True)
+            print(f"---- {title}", display.highlighted(texts[0]), sep="\n", flush=True)
         seconds = facts[0]["seconds"]
         calls = sum(fact["calls"] for fact in facts) / len(facts)
         row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": tokens / seconds}

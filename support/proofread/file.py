@@ -15,11 +15,11 @@ from nanomdlm.support.cli import outputs
 from nanomdlm.support.cli.progress import bar
 from nanomdlm.support.cli.terminal import escaped, is_terminal, warn
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import display
 from nanomdlm.support.infill.templates import open_input, states_no_size
 from nanomdlm.support.proofread.proofreader import Proofreader
 from nanomdlm.support.proofread.words import Words
 from nanomdlm.support.run import checkpoint_score
-from nanomdlm.support.web import viewer
 
 CHUNK = 1 << 16  # bytes that are read at a time
 AROUND = 40  # characters that are shown before and after a change
@@ -146,7 +146,7 @@ class Shown:
 
     def __init__(self, stream):
         self.stream = stream
-        self.has_colours = viewer.has_colours(stream)
+        self.has_colours = display.has_colours(stream)
         self.begin("")
 
     def begin(self, before, is_cut=False):
@@ -198,8 +198,8 @@ class Shown:
             for text in (part.before, part.after)
         )
         if self.has_colours:
-            removed = f"{REMOVED}{before}{viewer.PLAIN}" if before else ""
-            return removed + (f"{ADDED}{after}{viewer.PLAIN}" if after else "")
+            removed = f"{REMOVED}{before}{display.PLAIN}" if before else ""
+            return removed + (f"{ADDED}{after}{display.PLAIN}" if after else "")
         return (f"[-{before}-]" if before else "") + (f"{{+{after}+}}" if after else "")
 
 
@@ -246,7 +246,7 @@ def fix_file(options, model, tokenizer, folders, config):
             read.update(len(part.before))
             if part.change:
                 n += 1
-                lines.put(f"{viewer.safe_json(part.change._asdict())}\n".encode())
+                lines.put(f"{display.safe_json(part.change._asdict())}\n".encode())
         read.clear()
         if shown:
             shown.end()

@@ -71,7 +71,9 @@ FILL = -1.5
 TWICE = 6.0  # more costs an edit of words that occur elsewhere, or of a name, to unknown ones
 NAMED = -8.0  # log p of a region that is enough to turn a name into a word that is not in the text
 MOST = 1 << 24  # logits that are held at a time
-DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")  # the same word twice
+# The same word twice; of bytes, if its letters are ASCII.
+DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")
+DOUBLED_BYTES = re.compile(r"(?<![\w'\x80-\xff-])([A-Za-z]+)(\s+\1)(?![\w'\x80-\xff-])", re.ASCII)
 
 
 class Fixed(NamedTuple):
@@ -289,7 +291,8 @@ class Proofreader:
         characters = self.cutter.characters()
         text = "".join("\0" if id == self.mask else characters[id] for id in ids)
         cost = self.prior.insertion()
-        for match in DOUBLED.finditer(text):
+        pattern = DOUBLED_BYTES if self.cutter.tokenizer.kind == "byte" else DOUBLED
+        for match in pattern.finditer(text):
             if begin <= match.start() and match.end() <= end:
                 yield Edit(match.end(1), match.end(), (), "deletion", cost)
 

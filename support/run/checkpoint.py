@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -96,14 +97,20 @@ def save(folder: str | Path, model: torch.nn.Module, tokenizer: Tokenizer, confi
 def calibrate(folder, calibration):
     """Put a calibration, a dict, into the config.json of a checkpoint.
 
-    A new folder takes the place of the old one, so that the checkpoint is never damaged.
+    A copy takes the place of the folder, so that the checkpoint is never damaged.
     """
     manifest = files.read_json(folder / "manifest.json", "manifest")
     config = files.read_json(folder / "config.json", "config") | dict(calibration=calibration)
-    contents = {name: (folder / name).read_bytes() for name in manifest["files"]}
-    contents["config.json"] = json.dumps(config, indent=1).encode()
     with files.writing(folder), files.new_folder(folder.parent) as tmp:
-        write_files(tmp, contents, manifest.get("score"))
+        shutil.copytree(folder, tmp, dirs_exist_ok=True)
+        content = json.dumps(config, indent=1).encode()
+        files.write_synced(tmp / "config.json", content)
+        about = dict(size=len(content), sha256=files.sha256_of(tmp / "config.json"))
+        manifest["files"]["config.json"] = about
+        files.write_synced(tmp / "manifest.json", json.dumps(manifest, indent=1).encode())
+        for path in tmp.rglob("*"):
+            files.sync(path)
+        files.sync(tmp)
         swap(tmp, folder)
         files.remove(folder.with_name(f"{folder.name}.old"))
         files.sync(folder.parent)

@@ -58,7 +58,7 @@ from nanomdlm.support.cli.settings import check as check_settings
 from nanomdlm.support.cli.settings import parse as parse_settings
 from nanomdlm.support.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.infill import adaptive, filling, templates
+from nanomdlm.support.infill import adaptive, display, filling, templates
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.infill.filling import Candidates
 from nanomdlm.support.infill.model_calls import (
@@ -83,9 +83,8 @@ from nanomdlm.support.numerics import draw, reversed_bits, top2_margin, topk_mas
 from nanomdlm.support.run import checkpoint_score
 from nanomdlm.support.run.checkpoint import default_run, find_checkpoint
 
-DOUBT_PER_CALL = (
-    0.3  # nats of doubt that a token gains with each call after its own (results/sampling.md)
-)
+# Nats of doubt that a token gains with each call after its own (results/sampling.md)
+DOUBT_PER_CALL = 0.3
 
 
 class Order(NamedTuple):
@@ -927,9 +926,9 @@ def show_samples(writer, segments, options, is_template, pages):
         began = time.monotonic()
         total = sum(chunk.steps for chunk in rows.chunks())
         given = rows.x[0] if is_template else torch.tensor(to_ids(segments, tokenizer, mask))
-        films = [
-            products.pages().HtmlRecorder(tokenizer, given, mask) for _ in rows.x if options.html
-        ]
+        films = []
+        if options.html:
+            films = [products.pages().HtmlRecorder(tokenizer, given, mask) for _ in rows.x]
         watches = [
             display.TerminalPlayer(tokenizer, given, mask, total) for _ in rows.x if options.watch
         ]
@@ -975,6 +974,17 @@ def show_search(writer, found, options):
     return [one.parts for one in found], facts
 
 
+def attempt(of_batch, function, *arguments):
+    """function(*arguments); of a batch None if it raises a UserError, which is a warning then."""
+    try:
+        return function(*arguments)
+    except UserError as e:
+        if not of_batch:
+            raise
+        terminal.warn(str(e))
+        return None
+
+
 def answers(writer, todo, options, is_drawn, pages):
     """Yields (template, [parts, the best first], facts) of all texts to write, in order.
 
@@ -992,15 +1002,20 @@ def answers(writer, todo, options, is_drawn, pages):
     n = options.candidates or (1 if options.batch else 3)
     hide = bool(options.batch)  # a bar of all templates is there
     with progress.bar(desc="searching", unit=" texts", disable=hide) as bar:
+
+        def begin(segments):
+            return writer.filling(segments, n, options.max_gap, bar.update)
+
         for some in (todo[i : i + TOGETHER] for i in range(0, len(todo), TOGETHER)):
             began = time.monotonic()
-            made = [
-                writer.filling(segments, n, options.max_gap, bar.update) for _, segments in some
-            ]
-            filling.finish(made)
+            made = [attempt(options.batch, begin, segments) for _, segments in some]
+            filling.finish([one for one in made if one])
             seconds = (time.monotonic() - began) / len(some)
             for (template, _), one in zip(some, made):
-                found = one.candidates()
+                found = one and attempt(options.batch, one.candidates)
+                if not found:
+                    yield template, [[]], dict(steps=0, calls=0, seconds=seconds, error="no fill")
+                    continue
                 found.seconds = seconds
                 if len(found) < options.candidates:
                     terminal.warn(f"there are {len(found)} fills, not {options.candidates}")

@@ -24,7 +24,7 @@ from nanomdlm.support.data import hf_tokenizer, sources, texts, tokenizer
 from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.infill import templates
+from nanomdlm.support.infill import display, templates
 from nanomdlm.support.run import log
 from nanomdlm.support.web import viewer
 

@@ -29,7 +29,7 @@ from nanomdlm.kernels import operations as kernels
 from nanomdlm.support import abilities, numerics
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
-from nanomdlm.support.infill import likelihood, model_calls, word_statistics
+from nanomdlm.support.infill import display, likelihood, model_calls, word_statistics
 from nanomdlm.support.run import checkpoint
 from nanomdlm.support.web import viewer
 

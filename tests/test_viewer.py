@@ -16,6 +16,7 @@ from webdriver import Browser
 from nanomdlm.support import errors
 from nanomdlm.support.cli import entry, outputs
 from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.infill import display
 from nanomdlm.support.web import viewer
 
 ATTACK = (

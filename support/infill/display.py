@@ -1,4 +1,4 @@
-"""How texts are shown: lines of JSON, and in the terminal the steps, and fills with a certificate."""
+"""How texts are shown: lines of JSON; in the terminal the steps, and fills with a certificate."""
 
 import json
 import math

@@ -484,7 +484,8 @@ class TestCharacters:
         """In few calls, with two dimmed runners-up; flags of the sampler ask for draws."""
         d = json.loads(say(run, "--infill=The ███", "--json=-").out)
         assert d["candidates"][0]["text"] == d["text"] and d["calls"] <= 400
-        monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
+        monkeypatch.setattr(display, "has_colours", lambda stream: True)
+        monkeypatch.setattr(display, "is_terminal", lambda stream: True)
         best, second, third = say(run, "--infill=The ███").out.splitlines()
         assert best.startswith(f"The {display.FILLED}") and display.FAINT not in best
         assert second.startswith(display.FAINT) and third.startswith(display.FAINT)

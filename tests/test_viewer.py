@@ -136,7 +136,7 @@ def test_unwritable_files_get_one_sentence(tmp_path, capsys):
 
 def test_watch_shows_what_changed(capsys, monkeypatch):
     """In another colour, and counted; a token that is drawn again and stays is none."""
-    monkeypatch.setattr(viewer, "has_colours", lambda stream: True)
+    monkeypatch.setattr(display, "has_colours", lambda stream: True)
     monkeypatch.setattr(display.time, "sleep", lambda seconds: None)
     mask = 2
     watch = display.TerminalPlayer(

@@ -201,16 +201,22 @@ async function likelyShapes(ask, segments, {mask, context, end}) {
   const all = [...options.values()], isList = [...options.keys()].map(i => segments[i].isList);
   const room = context - total(known.filter((_, i) => !options.has(i)));
   const nOptions = product(all.map(lengths => lengths.length));
-  const nKept = product(all.map((lengths, i) => isList[i] ? lengths.length : 1)) * (N_LENGTHS + all.length - 1);
+  // Of each combination of the lengths of lists, whose texts are all compared, so many.
+  const nKept = N_LENGTHS + all.length - 1, nListed = product(all.map((lengths, i) => isList[i] ? lengths.length : 1));
   let combined = [{chosen: [], score: 0}];
   for (const [i, lengths] of options) {
-    const scores = nOptions > nKept ? await scoresOf(ask, known, i, lengths, all.length > 1, mask, context)
+    const scores = nOptions > nListed * nKept ? await scoresOf(ask, known, i, lengths, all.length > 1, mask, context)
       : new Map(lengths.map(m => [m, 0]));
     combined = combined.flatMap(({chosen, score}) => [...scores].filter(([m]) => sum(chosen) + m <= room)
       .map(([m, own]) => ({chosen: [...chosen, m], score: score + own})));
   }
   if (!combined.length) throw `No fill leaves room for the whole text in ${context} characters; shorten it.`;
-  const best = combined.sort((a, b) => b.score - a.score).slice(0, nKept).map(({chosen}) => chosen);
+  const taken = new Map();
+  const best = combined.sort((a, b) => b.score - a.score).map(({chosen}) => chosen).filter(chosen => {
+    const key = String(chosen.filter((_, i) => isList[i]));
+    taken.set(key, (taken.get(key) ?? 0) + 1);
+    return taken.get(key) <= nKept;
+  });
   return best.sort((a, b) => byPath(a.map(m => [m, 0]), b.map(m => [m, 0]))).map(chosen => {
     const shape = [...known];
     [...options.keys()].forEach((i, k) => { shape[i] = ofLength(segments[i], chosen[k]); });

@@ -34,3 +34,10 @@ def open_network(config, folder=None):
     from nanomdlm.support.networks import pretrained
 
     return pretrained.open_network(config, folder)
+
+
+def count(model):
+    """The number of all weights of a run with --lora, also of those that it does not train."""
+    from nanomdlm.support.networks import lora
+
+    return lora.count(model)

@@ -281,9 +281,9 @@ def test_readme_has_one_line_for_each_start():
     assert "git clone --depth 1" in readme and ".venv\\Scripts\\activate" in readme
     first = re.findall(r"(?m)^python .*", readme)[:3]
     assert [line.split("  ")[0] for line in first] == [
+        'python sample.py --infill "To be, or ███ to be" --candidates=4',
         "python sample.py --watch",
         'python sample.py --infill "To be, or ███ to be" --candidates=4',
-        "python mdlm.py",
     ]
 
 

@@ -162,15 +162,9 @@ def test_requirements_and_pyproject_name_the_same():
         assert names_of(line for line in lines if line[:1].isalpha()) == names_of(names)
 
 
-# About the source, the lessons, a study, and how soon a run begins.
-NEED_NO_PROMISE = {"house", "lessons", "questions", "compiling"}
-
-
 def test_every_promise_has_its_tests():
-    """The pages name files that exist, and each test file is named or needs no promise."""
+    """The pages name files of tests that exist."""
     pages = [ROOT / "docs" / name for name in ("reliability.md", "correctness.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"\btests/[\w/]+\.py\b", text))
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-    there = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
-    assert there - named == {f"tests/test_{name}.py" for name in NEED_NO_PROMISE}
+    assert named and [name for name in named if not (ROOT / name).is_file()] == []

@@ -137,7 +137,7 @@ def write_data(folder):
     for name, records in (("documents", documents), ("pairs", pairs)):
         content = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(content)
-    optional = import_module("nanomdlm.support.cli.environment").optional
+    optional = module("nanomdlm.support.cli.environment", "support.environment").optional
     tokenizers = optional("tokenizers", "its runs on a tokenizer.json")
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator([text], 400, show_progress=False, special_tokens=["<pad>", "</s>"])
@@ -227,10 +227,9 @@ class Checkout:
         import_module("torch").set_num_threads(1)
         self.out = out
         self.only = only
-        self.cleanup = module(
-            "nanomdlm.support.run.folder", "nanomdlm.support.run.checkpoint"
-        ).release
-        self.run = import_module("nanomdlm.support.cli.entry").run
+        folders = ("nanomdlm.support.run.folder", "support.training.folder")
+        self.cleanup = module(*folders, "support.training.checkpoint").release
+        self.run = module("nanomdlm.support.cli.entry", "support.cli").run
         self.load_file = import_module("safetensors.torch").load_file
         self.programs = {name: import_module(name).main for name in ("eval", "sample")}
         self.programs["mdlm"] = mdlm.main

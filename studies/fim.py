@@ -89,12 +89,15 @@ def make(options, text):
 
 @torch.no_grad()
 def fill(model, prompt, n, width):
-    """The likeliest n tokens after a prompt, by a beam: (width, n) ids, the best first."""
+    """The likeliest n tokens after a prompt, by a beam: (width, n) ids, the best first.
+
+    Logits at a position are those of the token there, which the model does not see.
+    """
     beams = torch.empty(1, 0, dtype=torch.int64)
     scores = torch.zeros(1, dtype=torch.float64)
     for _ in range(n):
         x = torch.cat((prompt.expand(len(beams), -1), beams), 1)
-        logits = model(torch.nn.functional.pad(x, (0, T - x.shape[1])))[:, x.shape[1] - 1]
+        logits = model(torch.nn.functional.pad(x, (0, T - x.shape[1])))[:, x.shape[1]]
         total = scores[:, None] + logits.double().log_softmax(-1)
         scores, flat = total.flatten().topk(min(width, total.numel()))
         beams = torch.cat((beams[flat // total.shape[1]], flat[:, None] % total.shape[1]), 1)

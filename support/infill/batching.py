@@ -2,9 +2,9 @@
 
 The last bits of a product over M rows depend on M: on CPUs MKL computes fewer than four rows, and
 the last M % 4 of a thread's share, by other instructions. So the rows of every product are padded
-to a multiple of EVERY, here and in padding.py. A text then gets the same logits, to the bit in
-float32 on a CPU, alone and beside others: sample.py and a server that merges the calls of many
-clients draw the same text for the same seed. (On GPUs products choose their tiles by M: there the
+to a multiple of MULTIPLE, here and in shared_padding.py. A text then gets the same logits, to the
+bit in float32 on a CPU, alone and beside others: sample.py and a server that merges the calls of
+many clients draw the same text for the same seed. (On GPUs products choose their tiles by M: there the
 logits differ by rounding.)
 """
 
@@ -16,12 +16,12 @@ from torch import nn
 
 from nanomdlm.support.view import View
 
-EVERY = 4  # with MKL on Zen 5, by its instructions of AVX-512 and of AVX2, on 1 to 16 threads
+MULTIPLE = 4  # with MKL on Zen 5, by its instructions of AVX-512 and of AVX2, on 1 to 16 threads
 
 
 def padded(n):
-    """The least multiple of EVERY from n on."""
-    return -(-n // EVERY) * EVERY
+    """The least multiple of MULTIPLE from n on."""
+    return -(-n // MULTIPLE) * MULTIPLE
 
 
 def are_alike(one, other):
@@ -30,7 +30,7 @@ def are_alike(one, other):
         caches = (one.cache, other.cache)
         return all(cache is not None and cache.merges for cache in caches)
     N = one.ids.shape[1]
-    if N % EVERY or other.ids.shape[1] != N or one.causal != other.causal:
+    if N % MULTIPLE or other.ids.shape[1] != N or one.causal != other.causal:
         return False
     for name in ("at", "sees", "rows", "rate"):
         a = getattr(one, name)
@@ -75,10 +75,10 @@ def merge(views):
     if at.dim() == 2:
         at = torch.cat([view.at.expand(view.ids.shape) for view in views])
     joint = first._replace(ids=torch.cat([view.ids for view in views]), at=at, rows=rows)
-    return joint._replace(**{name: joined(views, name) for name in ("sees", "rate")})
+    return joint._replace(**{name: field_of(views, name) for name in ("sees", "rate")})
 
 
-def joined(views, name):
+def field_of(views, name):
     """The values of all rows of a field that may be None, or one value that holds for all rows."""
     values = [getattr(view, name) for view in views]
     if values[0] is None or all(len(value) == 1 and value.equal(values[0]) for value in values):
@@ -88,7 +88,7 @@ def joined(views, name):
 
 
 def pad_rows(rows):
-    """Pad rows (n,) to a multiple of EVERY by repeating the last."""
+    """Pad rows (n,) to a multiple of MULTIPLE by repeating the last."""
     more = padded(len(rows)) - len(rows)
     return torch.cat((rows, rows[-1:].expand(more))) if more and len(rows) else rows
 

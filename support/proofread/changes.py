@@ -12,7 +12,7 @@ class Change(NamedTuple):
     kind: substitution, insertion, deletion or swap; several near each other are a substitution
     gain: nats by which the text becomes likelier, see `Proofreader.decide`
     p_before, p_after: probability of the token that was there, and of the one that is there now,
-        masked with every g-th other one, as it was found; None if there is none, or several
+        masked as it was found; None if there is none, or several
     """
 
     position: int

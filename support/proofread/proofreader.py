@@ -2,20 +2,20 @@
 
 A text is read window by window, in four steps.
 
-1. Doubt. Every g-th token is masked, in g calls all of them once, alone and with the next two:
-   where a token is missing, no other one would fit between those that are there, and each of them
-   may look right.
+1. Doubt. Each token is masked once, alone and with the next two, many in a call: where a token is
+   missing, none would fit between those that are there, though each of them looks right.
 2. Propose, where these probabilities leave it likely enough: another token; of characters and bytes
    also one more, one less, two swapped, or the second of two equal words less.
 3. Prune. Edits near each other are rivals in a Race, with what is there. Each is a text for the
    region from the first of them on to REACH tokens after the last. Its log p, given all other
    tokens, is asked for a third of its tokens at a time. It only falls, so a rival leaves when it is
    certain to stay far behind the best.
-4. Decide. The rivals left race again, token by token: log p(the region | all other tokens), exactly
-   by the chain rule. What an edit gains over what is there, beyond its cost, which the prior of
-   mistakes says, are its log-odds. One that turns a name, or words that the text has elsewhere,
-   into words unknown to it costs more: nobody misspells a name twice alike. Where the edits near
-   each other are together likelier than no mistake, the best of them is kept.
+4. Decide. The rivals left race again, token by token: log p(the region | all other tokens) by the
+   chain rule. (Other regions of the same call are masked too, at least APART tokens away.) What an
+   edit gains over what is there, beyond its cost, which the prior of mistakes says, are its
+   log-odds. One that turns a name, or words that the text has elsewhere, into words unknown to it
+   costs more: nobody misspells a name twice alike. Where the edits near each other are together
+   likelier than no mistake, the best of them is kept.
 
 Proposals near a change race again, as a mistake beside it is easier to see then. Regions that are
 far apart share calls. Nothing else is changed: a text without doubtful tokens comes back byte for
@@ -50,14 +50,14 @@ from nanomdlm.support.proofread.tokens import (
 from nanomdlm.support.proofread.words import LONGEST, WORD, Words, end_of, looks_like_a_name
 from nanomdlm.support.run.calibration import calibrated
 
-EVERY = 8  # every g-th token is masked to find doubtful ones,
-RUN_EVERY = 12  # and RUN tokens in a row, every so many
-RUN = 3
-NEAR = 4  # tokens between edits that are accounts of one mistake
-RIVALS = 8  # tokens over which the edits of a race begin
+STRIDE = 8  # doubt: one token in so many is masked alone in a call
+RUN = 3  # and so many tokens in a row,
+RUN_STRIDE = 12  # one run in so many
+NEAR = 4  # tokens: edits at most so far apart are accounts of one mistake
+RACE_LENGTH = 8  # tokens over which the edits of a race begin
 APART = 6  # tokens between regions that share a call
-PRUNE = 5.0  # nats that a rival may be behind the best, as estimated by thirds,
-SLACK = 3.0  # and by the chain rule
+PRUNE = 5.0  # nats that a rival may be behind the best, as estimated by thirds
+SLACK = 3.0  # the same by the chain rule
 ROUNDS = 3  # of a window: a repaired mistake makes others near it easier to see
 # Nats that proposals need of log p, alone or at the beginning of a run of masks. A substitution:
 # its gain alone, beyond its cost; a deletion: alone, and half of that of the run; a swap: of both
@@ -67,10 +67,10 @@ SUBSTITUTE = -3.0
 DELETE = -4.0
 SWAP = -10.0
 INSERT = -5.0
-FILL = -1.5
-TWICE = 6.0  # more costs an edit of words that occur elsewhere, or of a name, to unknown ones
-NAMED = -8.0  # log p of a region that is enough to turn a name into a word that is not in the text
-MOST = 1 << 24  # logits that are held at a time
+INSERTED = -1.5
+UNKNOWN_COST = 6.0  # nats more for an edit of a name, or of words found elsewhere, to unknown words
+NAME_LOGP = -8.0  # log p of a region that is enough to turn a name into a word not in the text
+MAX_LOGITS = 1 << 24  # held at a time
 # The same word twice; of bytes, if its letters are ASCII.
 DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")
 DOUBLED_BYTES = re.compile(r"(?<![\w'\x80-\xff-])([A-Za-z]+)(\s+\1)(?![\w'\x80-\xff-])", re.ASCII)
@@ -147,7 +147,8 @@ class Asker:
         for begin in range(0, len(rows), size):
             x = torch.tensor([ids + [pad] * (L - len(ids)) for ids in rows[begin : begin + size]])
             here = ((row >= begin) & (row < begin + size)).nonzero()[:, 0]
-            for some in here.split(max(1, MOST // self.model.vocab_size)) if len(here) else ():
+            most = max(1, MAX_LOGITS // self.model.vocab_size)
+            for some in here.split(most) if len(here) else ():
                 logits = logits_at(self.model, x, row[some] - begin, at[some], self.device)
                 answers.append(self.answer(logits.float().log_softmax(-1), asked[some]))
                 places.append(some)
@@ -259,8 +260,8 @@ class Proofreader:
     def propose(self, ids, window, begin, end):
         """The Edits that may repair a token of begin..end of a window."""
         where = [i for i in range(begin, end) if ids[i] != self.mask]
-        alone = self.masked_once(ids, where, EVERY, 1)
-        in_run = self.masked_once(ids, where, RUN_EVERY, RUN).logp
+        alone = self.masked_once(ids, where, STRIDE, 1)
+        in_run = self.masked_once(ids, where, RUN_STRIDE, RUN).logp
         logp = dict(zip(where, alone.logp))
         edits = []
         seams = []  # places at which a token may be missing
@@ -305,7 +306,7 @@ class Proofreader:
         return [
             Edit(j, j, (best,), "insertion", cost, p_after=math.exp(logp))
             for j, best, logp in zip(seams, answers.best, answers.best_logp)
-            if logp > FILL
+            if logp > INSERTED
         ]
 
     def laid(self, ids, pieces):
@@ -347,7 +348,7 @@ class Proofreader:
         places = []
         for edit in sorted(edits, key=lambda edit: edit.start):
             here = places[-1] if places else []
-            if here and edit.start <= min(here[-1].start + NEAR, here[0].start + RIVALS):
+            if here and edit.start <= min(here[-1].start + NEAR, here[0].start + RACE_LENGTH):
                 here.append(edit)
             else:
                 places.append([edit])
@@ -405,10 +406,10 @@ class Proofreader:
         if not old or all(self.words[word.lower()] for word in new):
             return 0.0
         is_name = all(looks_like_a_name(words[0], lead) for words in (old, new))
-        if is_name and edit.logp < NAMED:
+        if is_name and edit.logp < NAME_LOGP:
             return math.inf
         is_known = self.words.has_elsewhere([word.lower() for word in old])
-        return TWICE if is_name or is_known else 0.0
+        return UNKNOWN_COST if is_name or is_known else 0.0
 
     def is_readable(self, window, edit):
         """Whether the new text has the ids by which the edit was judged."""

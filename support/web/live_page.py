@@ -168,8 +168,28 @@ def proofreading_settings(temperature=1.0):
 
     temperature: of the network, by which proofread.js divides its logits
     """
-    names = ("EVERY", "RUN_EVERY", "RUN", "REACH", "NEAR", "RIVALS", "APART", "WIDTH", "PRUNE")
-    names += ("SLACK", "ROUNDS", "SUBSTITUTE", "DELETE", "SWAP", "INSERT", "FILL", "TWICE", "NAMED")
+    names = (
+        "STRIDE",
+        "RUN_STRIDE",
+        "RUN",
+        "REACH",
+        "NEAR",
+        "RACE_LENGTH",
+        "APART",
+        "WIDTH",
+        "PRUNE",
+    )
+    names += (
+        "SLACK",
+        "ROUNDS",
+        "SUBSTITUTE",
+        "DELETE",
+        "SWAP",
+        "INSERT",
+        "INSERTED",
+        "UNKNOWN_COST",
+        "NAME_LOGP",
+    )
     settings = {name: (vars(races) | vars(proofreader))[name] for name in names}
     cost = mistakes.Prior(None, 1).each
     settings |= dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())

@@ -69,7 +69,7 @@ const looksLikeAName = (word, before) =>
 
 // What more an edit, `fresh` for `old` between two texts, costs that turns words of the text, or a name, into unknown ones.
 // logp: of its region
-function costOfWords(counts, before, old, fresh, after, logp, {TWICE, NAMED}) {
+function costOfWords(counts, before, old, fresh, after, logp, {UNKNOWN_COST, NAME_LOGP}) {
   const left = before.match(/[\p{L}\p{N}]*$/u)[0], right = after.match(/^[\p{L}\p{N}]*/u)[0];
   const lead = before.slice(0, before.length - left.length).replace(/ +$/, ""), low = word => word?.toLowerCase();
   let [were, are] = [old, fresh].map(middle => (left + middle + right).match(WORD) ?? []);
@@ -79,8 +79,8 @@ function costOfWords(counts, before, old, fresh, after, logp, {TWICE, NAMED}) {
   const times = word => were.filter(other => low(other) === low(word)).length;
   const isElsewhere = word => (counts.get(low(word)) ?? 0) > times(word);
   const isName = [were, are].every(words => looksLikeAName(words[0], lead));
-  if (isName && logp < NAMED) return Infinity;
-  return isName || were.every(isElsewhere) ? TWICE : 0;
+  if (isName && logp < NAME_LOGP) return Infinity;
+  return isName || were.every(isElsewhere) ? UNKNOWN_COST : 0;
 }
 
 // The parts of a text: `original` and what is `done`, both tokens. made: the edits between, as `correct` returns them.
@@ -120,8 +120,8 @@ function compare(original, done, made) {
 // the gain in nats. Characters that the model never saw are shown to it as [MASK], and stay. settings: the constants of
 // proofreader.py and the prior, from live_page.py; temperature: by which logits are divided.
 export async function* proofread(predict, text, vocab, context, settings) {
-  const {EVERY, RUN_EVERY, RUN, REACH, NEAR, RIVALS, APART, WIDTH, PRUNE, SLACK, ROUNDS,
-          SUBSTITUTE, DELETE, SWAP, INSERT, FILL} = settings;
+  const {STRIDE, RUN_STRIDE, RUN, REACH, NEAR, RACE_LENGTH, APART, WIDTH, PRUNE, SLACK, ROUNDS,
+          SUBSTITUTE, DELETE, SWAP, INSERT, INSERTED} = settings;
   const {temperature} = settings, counts = wordsOf(text);
   const prior = priorOf(vocab, settings);
   const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
@@ -170,7 +170,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
   async function propose(ids, begin, end) {
     const edits = [], seams = [], unknown = {pBefore: null, pAfter: null};
     const places = span(begin, end).filter(i => ids[i] !== mask);
-    const alone = await maskedOnce(ids, places, EVERY, 1), inRun = await maskedOnce(ids, places, RUN_EVERY, RUN);
+    const alone = await maskedOnce(ids, places, STRIDE, 1), inRun = await maskedOnce(ids, places, RUN_STRIDE, RUN);
     const of = new Map(alone.map(({at, logp}) => [at, logp]));
     alone.forEach(({at: i, id, logp, best, bestLogp}, k) => {
       const p = Math.exp(logp), run = inRun[k].logp, single = bestLogp - logp, where = {start: i, stop: i + 1};
@@ -197,7 +197,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
   // Insertions of the likeliest character.
   async function filled(ids, seams) {
     const pieces = laid(ids, seams.map(j => ({start: j, stop: j, other: [mask], id: -1})));
-    return (await ask(pieces)).filter(({bestLogp}) => bestLogp > FILL).map(({start, stop, best, bestLogp}) =>
+    return (await ask(pieces)).filter(({bestLogp}) => bestLogp > INSERTED).map(({start, stop, best, bestLogp}) =>
       ({start, stop, ids: [best], kind: "insertion", cost: prior.cost, pBefore: null, pAfter: Math.exp(bestLogp)}));
   }
 
@@ -224,7 +224,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
     const places = [];
     for (const edit of [...edits].sort(byStart)) {
       const here = places.at(-1);
-      if (here && edit.start <= Math.min(here.at(-1).start + NEAR, here[0].start + RIVALS)) here.push(edit);
+      if (here && edit.start <= Math.min(here.at(-1).start + NEAR, here[0].start + RACE_LENGTH)) here.push(edit);
       else places.push([edit]);
     }
     const races = places.map(place => raceOf(ids, place, order, slack));

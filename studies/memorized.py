@@ -61,7 +61,7 @@ def restored(model, tokenizer, text, gaps, seed):
 
 
 def main(argv):
-    options = parse(Options, argv, __doc__)
+    options = Options(**parse(Options, argv, __doc__))
     text = Path(options.data).read_text(encoding="utf-8")
     cut = len(text) * 9 // 10
     training = {text[i : i + N] for i in range(cut - N + 1)}

@@ -488,7 +488,7 @@ def proofread(monkeypatch, tmp_path, capfdbinary):
     monkeypatch.chdir(tmp_path)
     loaded = ([tmp_path], (model, tokenizer, model.config))
     monkeypatch.setattr(sample, "read_newest", lambda *_: loaded)
-    monkeypatch.setattr(sample.scores, "introduce", lambda *_: None)
+    monkeypatch.setattr(sample.checkpoint_score, "introduce", lambda *_: None)
     monkeypatch.setattr(sample, "default_run", lambda out: out)
 
     def run(*flags):

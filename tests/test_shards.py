@@ -410,7 +410,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (3 << 29, 3 << 29))
 sys.path.insert(0, {str(ROOT)!r})
 import mdlm
-sys.exit(mdlm.cli.run(mdlm.main, sys.argv[1:]))
+sys.exit(mdlm.entry.run(mdlm.main, sys.argv[1:]))
 """
     (tmp_path / "limited.py").write_text(script)
     flags = [*TINY, f"--data={folder}", "--vocab_size=64", "--max_steps=2", "--shard"]

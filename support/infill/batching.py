@@ -4,8 +4,8 @@ The last bits of a product over M rows depend on M: on CPUs MKL computes fewer t
 the last M % 4 of a thread's share, by other instructions. So the rows of every product are padded
 to a multiple of MULTIPLE, here and in shared_padding.py. A text then gets the same logits, to the
 bit in float32 on a CPU, alone and beside others: sample.py and a server that merges the calls of
-many clients draw the same text for the same seed. (On GPUs products choose their tiles by M: there the
-logits differ by rounding.)
+many clients draw the same text for the same seed. (On GPUs products choose their tiles by M: there
+the logits differ by rounding.)
 """
 
 import itertools

@@ -790,64 +790,6 @@ def test_signal_cuts_the_last_evaluation_short(run, tmp_path, monkeypatch):
     assert len(ends) == 1 and "windows" not in ends[0], "all windows"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_that_becomes_another_error_is_one(capfd, number):
-    def main(argv):
-        signal.signal(signal.SIGTERM, signals.stop)
-        try:
-            os.kill(os.getpid(), number)
-            time.sleep(1)
-        except BaseException:  # as the C++ of matplotlib
-            raise ValueError("Invalid bounding box") from None
-
-    assert entry.run(main, []) == 128 + number
-    with pytest.raises(ValueError, match="a mistake"):
-        entry.run(lambda argv: int("a mistake"), [])
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_that_python_ignores_comes_again(capfd, number):
-    class Fragile:
-        def __del__(self):  # what is raised here, or in a callback of weakref, is ignored
-            os.kill(os.getpid(), number)
-            time.sleep(0.01)
-
-    def main(argv):
-        signal.signal(signal.SIGTERM, signals.stop)
-        Fragile()
-        time.sleep(10)
-
-    assert entry.run(main, []) == 128 + number
-    assert capfd.readouterr().err == ""
-
-
-def test_signal_inside_the_hook_of_ignored_ones_comes_again(monkeypatch, capfd):
-    """It may come before the hook has returned, where its exception would be ignored, too."""
-    send = signals.send_later
-    sent = []
-
-    def send_slowly(number):
-        sent.append(number)
-        send(number)
-        if len(sent) == 1:
-            time.sleep(0.1)  # as on a busy machine: the signal comes here
-
-    class Fragile:
-        def __del__(self):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.01)
-
-    def main(argv):
-        signal.signal(signal.SIGTERM, signals.stop)
-        Fragile()
-        time.sleep(10)
-
-    monkeypatch.setattr(signals, "send_later", send_slowly)
-    assert entry.run(main, []) == 128 + signal.SIGTERM
-    assert len(sent) > 1 and capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize("mask", [0o027, 0o002, 0o077])
 def test_umask_is_obeyed(short_run, tmp_path, mask):
     contents = {name: (short_run / "step-4" / name).read_bytes() for name in CHECKPOINT_FILES}

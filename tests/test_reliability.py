@@ -490,7 +490,7 @@ def test_ctrl_c_before_training_leaves_nothing(run, tmp_path):
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_signal_to_one_rank_stops_both(run, tmp_path, number, code):
     out = tmp_path / "o"
     flags = ["--max_steps=1000000", "--optimizer=adamw", "--lr_schedule=constant"]

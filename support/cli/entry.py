@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from nanomdlm.support.cli import environment, out_of_memory
-from nanomdlm.support.cli.signals import CAME, Stopped, clean_end
+from nanomdlm.support.cli.signals import Stopped, clean_end
 from nanomdlm.support.cli.terminal import (
     STDOUT,
     is_first_rank,
@@ -130,8 +130,7 @@ def report(error):
     if why:
         warn(f"{name}: {why}", on_every_rank=True)
         return 2
-    # A signal came while C++ code called Python (matplotlib), and became another error there.
-    return 128 + CAME[-1] if CAME else None
+    return None
 
 
 def report_file(error, name):

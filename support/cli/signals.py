@@ -1,13 +1,9 @@
 """Handling of Ctrl-C, SIGTERM and SIGHUP: programs clean up, and a run saves after its step."""
 
-import _thread
 import contextlib
-import functools
 import os
 import signal
-import sys
 import threading
-import time
 
 from nanomdlm.support.cli.terminal import is_first_rank
 
@@ -24,22 +20,15 @@ def is_main_thread():
     return threading.current_thread() is threading.main_thread()
 
 
-CAME = []  # numbers of the signals that `stop` has turned into exceptions
-
-
 def stop(number, frame):
     """Signal handler: raise KeyboardInterrupt for Ctrl-C, Stopped for other signals."""
-    while frame:
-        if frame.f_code is repeat_signal.__code__:  # what is raised in that hook is ignored, too
-            send_later(number)
-            return
-        frame = frame.f_back
-    CAME.append(number)
     raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
 
 # Signals that end a program, besides Ctrl-C. Windows has no SIGHUP.
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+# Signals that a queue sends before the end of a job.
+WARNING = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 
 
 @contextlib.contextmanager
@@ -50,7 +39,8 @@ def handlers_kept():
     """
     before = {}
     if is_main_thread():
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+        numbers = (signal.SIGINT, *ENDING, *WARNING)
+        before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield before
     finally:
@@ -66,54 +56,13 @@ def clean_end():
     Signals that are ignored (as nohup does) or have a handler already keep it. Under torchrun these
     signals keep ending the process at once: Python runs no handler while ranks wait for each other.
     """
-    CAME.clear()
     with handlers_kept() as before:
         if before.get(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, stop)
         for number in ENDING:
             if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
                 signal.signal(number, stop)
-        unraisable = sys.unraisablehook
-        sys.unraisablehook = functools.partial(repeat_signal, unraisable)
-        try:
-            yield
-        finally:
-            sys.unraisablehook = unraisable
-
-
-def repeat_signal(otherwise, unraisable):
-    """A sys.unraisablehook that sends a signal again after 0.01 s if its exception was ignored.
-
-    Python ignores exceptions raised while it destroys an object (in __del__, for example). Without
-    this, the program would continue as if there had been no signal.
-
-    otherwise: the previous hook, called for all other exceptions
-    """
-    error = unraisable.exc_value
-    number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
-    if isinstance(error, Stopped):
-        number = error.args[0]
-    if number is None:
-        otherwise(unraisable)
-        return
-    send_later(number)
-
-
-def send_later(number):
-    """Send a signal to the main thread after 0.01 s. Waits for nothing, not even for the start of
-    a thread: a signal may come meanwhile."""
-    _thread.start_new_thread(send_signal, (number,))
-
-
-def send_signal(number):
-    """Send a signal to the main thread, unless its handler has been removed in the meantime."""
-    time.sleep(0.01)
-    if not callable(signal.getsignal(number)):
-        return
-    if hasattr(signal, "pthread_kill"):  # this also interrupts a system call that waits
-        signal.pthread_kill(threading.main_thread().ident, number)
-    else:
-        _thread.interrupt_main(number)
+        yield
 
 
 @contextlib.contextmanager
@@ -138,7 +87,8 @@ def signals_wait():
 
 
 class Interrupt:
-    """Signal handler of a run: Ctrl-C, SIGTERM and SIGHUP request a stop after the current step.
+    """Signal handler of a run: Ctrl-C, SIGTERM and SIGHUP request a stop after the current step, as
+    do SIGUSR1 and SIGUSR2, which queues send before the end of a job.
 
     `signal` is the number of the signal that arrived, or 0. A second Ctrl-C exits at once. SIGHUP
     (the terminal was closed) is left alone where nohup ignores it. In a thread other than the main
@@ -153,6 +103,8 @@ class Interrupt:
             return
         signal.signal(signal.SIGINT, self.ask)
         signal.signal(signal.SIGTERM, self.ask)
+        for number in WARNING:
+            signal.signal(number, self.ask)
         hangup = getattr(signal, "SIGHUP", None)  # Windows has none
         if hangup and signal.getsignal(hangup) != signal.SIG_IGN:
             signal.signal(hangup, self.ask)

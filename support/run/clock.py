@@ -8,7 +8,6 @@ run repeats it bit for bit. Only extra saves, which change no number, are timed 
 import contextlib
 import math
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -65,13 +64,6 @@ class Clock:
     def elapsed(self):
         """Seconds of the run, in all its processes."""
         return time.monotonic() - self.start + self.seconds
-
-    def share_of_processor(self):
-        """How much of the time in which this process could compute, it did; 1.0 where unknown."""
-        with contextlib.suppress(OSError, ValueError):  # Linux says it, in nanoseconds
-            running, waiting, _ = map(int, Path("/proc/self/schedstat").read_text().split())
-            return running / max(1, running + waiting)
-        return 1.0
 
     # ---- Progress
     def goes_on(self, step):

@@ -211,11 +211,6 @@ class Log:
         command += f" --out_dir={environment.quote(run.config.out_dir)}"
         if run.config.prompt_column:
             command += " --prompt=TEXT"
-        share = run.clock.share_of_processor()
-        if run.config.time_limit and share < 0.5:  # few steps are then not the program's fault
-            n = torch.get_num_threads()
-            cores = f"{n} core" + "s" * (n > 1)
-            self.say(f"{run.step} steps: this run had {share:.0%} of {cores}, as others used them")
         self.say(f"done in {run.clock.elapsed():.0f} s. Now type: {command}")
 
     def say(self, text):

@@ -513,18 +513,6 @@ def test_padding_of_labels_is_no_id(tmp_path):
         open_ids(tmp_path, bin_dtype="int32")
 
 
-@pytest.mark.parametrize("written, offset", [("uint32", 0), ("uint32", 60_000), ("int64", 0)])
-def test_wide_ids_are_not_read_as_uint16(tmp_path, written, offset):
-    """All halves of such ids are in a vocabulary of 65,536 and more: they would train silently."""
-    ids = offset + np.random.default_rng(0).integers(0, 10_000, 2000)
-    for name in ("train.bin", "val.bin"):
-        ids.astype(written).tofile(tmp_path / name)
-    with pytest.raises(UserError, match="--bin_dtype"):
-        open_ids(tmp_path, V=100_000)
-    assert np.array_equal(open_ids(tmp_path, V=100_000, bin_dtype=written)[1][0], ids)
-    assert open_ids(tmp_path, V=100_000, bin_dtype="uint16"), "a user may know better"
-
-
 def test_a_stated_width_is_trained_and_scored(tmp_path, capsys):
     dtype = "uint32"
     folder = write_ids(tmp_path / "ids", zipf(3000, 200), dtype, n_val=300)
@@ -808,19 +796,6 @@ def test_an_answer_without_text_skips_its_prompt(tmp_path):
     path.write_text("".join(json.dumps(dict(q=q, a=a)) + "\n" for q, a in pairs))
     flags = dict(prompt_column="q", text_column="a", document_length="predicted")
     assert documents(path, **flags) == ["a", "b", "e", "f"] * 9
-
-
-def test_no_more_than_a_limit_is_held(tmp_path, monkeypatch):
-    monkeypatch.setattr("nanomdlm.support.data.records.LARGEST", 1000)
-    long = json.dumps(dict(text="a" * 1500))
-    good = json.dumps(dict(text="good"))
-    (tmp_path / "x.jsonl").write_text(f"{good}\n{long}\n{good}\n")
-    refused(tmp_path / "x.jsonl", "line 2")
-    assert documents(tmp_path / "x.jsonl", max_bad_records=2) == ["good"] * 2
-    for name in ("x.json", "x.json.gz"):
-        content = f"[{good},\n{long}]".encode()
-        (tmp_path / name).write_bytes(gzip.compress(content) if "gz" in name else content)
-        refused(tmp_path / name, name, ".jsonl")
 
 
 @pytest.mark.parametrize(

@@ -151,16 +151,15 @@ class HFTokenizer:
         what = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
         raise UserError(f"{what}; begin it with a space, or let the gap end with the word")
 
-    def encode_long(self, text, before=""):
-        """The ids of a text of any length that goes on after `before`, in bounded memory."""
+    def encode_long(self, text):
+        """The ids of a text of any length, in bounded memory."""
         chunks = list(chunks_at_spaces(text))
-        befores = [end_of(each) for each in (before, *chunks[:-1])]
-        known = self.encode_all(befores)
+        befores = ["", *map(end_of, chunks[:-1])]
         both = self.encode_all([a + b for a, b in zip(befores, chunks)])
-        ids = []
-        for chunk, a, b in zip(chunks, known, both):
-            if b[: len(a)] == a:
-                ids += b[len(a) :]
+        ids = both[0]
+        for chunk, known, found in zip(chunks[1:], self.encode_all(befores[1:]), both[1:]):
+            if found[: len(known)] == known:
+                ids += found[len(known) :]
             else:  # the text before it ends within a token
                 ids += self.encode_after_gap(chunk)
         return ids

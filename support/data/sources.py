@@ -1,11 +1,9 @@
 """What --data names: a text, tiny Shakespeare, patterns, records, or a folder of ids."""
 
-import concurrent.futures
 import contextlib
 import json
 import mmap
 import os
-import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,6 @@ from nanomdlm.support.errors import UserError
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-DOWNLOAD_LIMIT = 120  # seconds
 NAMES = ("train.bin", "val.bin")
 MOST = 1 << 20  # ids of a vocabulary, if nothing states its size
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
@@ -108,27 +105,7 @@ def find_text(name):
 
 
 def shakespeare():
-    """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError.
-
-    In bounded time: a name server, or a server that sends a byte now and then, can take hours.
-    """
-    path = concurrent.futures.Future()
-
-    def download():
-        try:
-            path.set_result(download_shakespeare())
-        except BaseException as e:  # raised below, by result()
-            path.set_exception(e)
-
-    threading.Thread(target=download, daemon=True).start()
-    try:
-        return path.result(DOWNLOAD_LIMIT)
-    except concurrent.futures.TimeoutError:
-        raise OSError(f"it takes more than {DOWNLOAD_LIMIT} s") from None
-
-
-def download_shakespeare():
-    """The path of tiny Shakespeare, downloaded if the cache has none. Raises OSError."""
+    """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError."""
     try:
         pooch = optional("pooch", "the download")
         pooch.get_logger().setLevel("WARNING")
@@ -221,15 +198,6 @@ def map_ids(path, dtype):
     return np.memmap(path, dtype, mode="r", offset=offset)
 
 
-def refuse_wide(path, ids):
-    """Raise UserError for ids of 4 or 8 bytes that are read as uint16: every second one is then
-    tiny, and the vocabulary has all of them."""
-    some = ids[: PIECE // 2 * 2]
-    if ids.dtype == np.uint16 and len(some) > 1 and some[1::2].max() < 16 and some[::2].max() > 255:
-        fix = "give --bin_dtype=uint32 or int64, or --bin_dtype=uint16 if that is how they are"
-        raise UserError(f"{path}: every second id is below 16, so they seem wider; {fix}")
-
-
 def slices_of(arrays):
     """Slices of memory-mapped arrays; one that was read leaves the process's memory again."""
     for array in arrays:
@@ -250,12 +218,11 @@ class Ids(NamedTuple):
 
 def of_config(folder, config):
     """The Ids in a folder, as the settings of a run say; see open_ids."""
-    end_id = -1
-    if config.end and not config.tokenizer.endswith(".json"):  # there it is a token
-        if not config.end.isdecimal():
-            fix = "give the number that ends documents"
-            raise UserError(f"--end={config.end} is not an id of --data={config.data}; {fix}")
-        end_id = int(config.end)
+    is_token = config.tokenizer.endswith(".json")
+    if config.end and not is_token and not config.end.isdecimal():
+        fix = "give the number that ends documents"
+        raise UserError(f"--end={config.end} is not an id of --data={config.data}; {fix}")
+    end_id = int(config.end) if config.end and not is_token else -1
     return open_ids(folder, config.block_size, config.vocab_size, end_id, config.bin_dtype)
 
 
@@ -280,21 +247,18 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
 
     nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest; a document
     ends with end_id (-1: there are none). A tokenizer.json of the tokenizers library shows text.
-    bin_dtype: the width that a user states. Raises UserError for ids that the vocabulary does not
-    have, and files that are missing, damaged, or shorter than T.
+    bin_dtype: the width that a user states. Raises UserError for ids beyond the vocabulary, and
+    files that are missing, damaged, or shorter than T.
     """
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
-    is_stated = bin_dtype != "auto" and "source" not in meta  # of ours meta.json knows it
-    dtype = bin_dtype if is_stated else meta["dtype"]
+    is_ours = "source" in meta  # then meta.json knows the width
+    dtype = meta["dtype"] if is_ours or bin_dtype == "auto" else bin_dtype
     arrays = [map_ids(folder / name, dtype) for name in NAMES]
-    if bin_dtype == "auto" and not (folder / "meta.json").exists():  # nobody has said it
-        for name, ids in zip(NAMES, arrays):
-            refuse_wide(folder / name, ids)
     ranges = [(int(piece.min()), int(piece.max())) for piece in slices_of(arrays)]
     smallest = min(low for low, _ in ranges)
     largest = max(high for _, high in ranges)
-    tokenizer = tokenizer_of_ids(folder, V, largest, end_id, "source" in meta)
+    tokenizer = tokenizer_of_ids(folder, V, largest, end_id, is_ours)
     V = tokenizer.vocab_size
     if smallest < 0 or largest >= V:
         advice = "check tokenizer.json, --vocab_size or --bin_dtype"
@@ -310,7 +274,7 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
         fix = "give the id that ends documents, or leave --end out"
         raise UserError(f"{folder}/{NAMES[0]} has no id {end_id}, which ends a document; {fix}")
     checksum = checksum_of(tokenizer.to_json(), arrays)
-    if "source" in meta and meta["checksum"] != checksum_with(meta, checksum):
+    if is_ours and meta["checksum"] != checksum_with(meta, checksum):
         fix = "restore it, or prepare the data again"
         raise UserError(f"{folder} is damaged: its data do not have the checksum noted; {fix}")
     # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable
 
@@ -19,10 +20,12 @@ from nanomdlm.support.data.hf_tokenizer import CHUNK, HFTokenizer, explained
 from nanomdlm.support.errors import UserError
 
 KINDS = ("char", "byte", "word", "bpe")
+LEARNED = ("char", "word", "bpe")  # from a text, which takes a pass over it
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
 ADDED = ("[MASK]", "[PAD]")  # by export.py, after all tokens
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 TRIED = 1 << 20  # characters of training text with which a file is tried
+MANY = 1000  # different characters, more than a few scripts have
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
@@ -55,7 +58,7 @@ class Tokenizer:
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
     others; False: there is none. mask_id: the id of [MASK]: V, after all tokens, or a token that
     the tokenizer of an encoder has for it, which no text may have (networks/pretrained.py says so).
-    library: the HFTokenizer of a bpe or file.
+    library: the HFTokenizer of a word, bpe or file.
     """
 
     def __init__(self, kind, vocab=None, end=False):
@@ -72,11 +75,12 @@ class Tokenizer:
             size = vocab
         elif kind == "word":
             size = 256 + len(vocab)
-            self.index = {word: 256 + i for i, word in enumerate(vocab)}
+            self.library = HFTokenizer(tokenizer_json.dumps(tokenizer_json.words(vocab)), False)
         else:
             self.library = HFTokenizer(vocab, in_context=kind == "file")
             size = self.library.size
         self.drops_unknown = False  # whether unknown characters are left out, not refused
+        self.dropped = Counter()  # these characters
         self.end_id = size if end is True else end
         if end is False:
             self.end_id = None
@@ -84,25 +88,19 @@ class Tokenizer:
         self.mask_id = self.vocab_size
 
     # ---- Encoding
-    def unknown_characters(self, text):
-        """How often each character of a text occurs that has no id: a Counter."""
-        if self.kind != "char":
-            return Counter()
-        known = set(self.vocab)
-        return Counter({c: n for c, n in Counter(text).items() if c not in known})
-
-    def encode_array(self, text, before=""):
+    def encode_array(self, text):
         """Text -> (n,) integers without [END]. Raises UserError naming the unknown characters
-        or the first unknown id, and for a text that would have the id of [END].
-
-        before: the end of the text before this one, on which the ids of a tokenizer.json depend.
-        """
+        or the first unknown id, and for a text that would have the id of [END]."""
         if self.kind == "char":
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
-            if (ids < 0).any() and not self.drops_unknown:
-                unknown = name_characters(self.unknown_characters(text))
-                raise UserError(f"unknown {unknown}; remove them, or train on text that has them")
+            if (ids < 0).any():
+                unknown = Counter(map(chr, codes[ids < 0].tolist()))
+                if not self.drops_unknown:
+                    fix = "remove them, train on text that has them, or fine-tune with"
+                    what = f"unknown {name_characters(unknown)}"
+                    raise UserError(f"{what}; {fix} --unknown=drop, which leaves them out")
+                self.dropped += unknown
             return ids[ids >= 0]
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
@@ -112,20 +110,16 @@ class Tokenizer:
                 fine = re.fullmatch("[0-9]{1,10}", i) and int(i) < self.vocab
                 if not fine or int(i) == self.end_id:
                     raise UserError(f"{i[:20]!r} is no id of a text; give ids below {self.vocab}")
-        elif self.kind == "word":
-            ids = []
-            for word in WORD.findall(text):
-                ids += [self.index[word]] if word in self.index else word.encode()
         else:
-            ids = self.library.encode_long(text, before if self.kind == "file" else "")
+            ids = self.library.encode_long(text)
             self.check_no_end(ids)
         return np.array(ids, np.int64)
 
     def check_no_end(self, ids):
         """Raise UserError if one of the ids of a text is [END] or [MASK].
 
-        The library does not match special tokens in a text, but a model that sees the whole word
-        may still have it in its vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
+        The library does not match special tokens in a text, but models that see whole words may
+        have it in their vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
         """
         for id in {self.end_id, self.mask_id}.intersection(ids):
             token = self.library.library.id_to_token(id)
@@ -334,7 +328,11 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
         seen = np.zeros(0x110000, bool)
         for text, _ in pieces():
             seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
-        return Tokenizer("char", [chr(c) for c in seen.nonzero()[0]], end)
+        vocab = [chr(c) for c in seen.nonzero()[0]]
+        if len(vocab) > MANY:
+            what = f"the text has {len(vocab):,} different characters, each of them a token"
+            warn(f"{what}; --tokenizer=bpe learns tokens that are parts of words")
+        return Tokenizer("char", vocab, end)
     if size <= 256:
         raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes take")
     sample = first_chunks(pieces(), min(train_characters, SAMPLE))
@@ -358,13 +356,13 @@ def first_chunks(pieces, characters):
 
 
 def train_bpe(texts, size):
-    """A byte-level BPE of `size` ids, as JSON."""
+    """A byte-level BPE of `size` ids, as JSON. A terminal shows the bars of the library."""
     tokenizers = optional("tokenizers", "--tokenizer=bpe")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=False)
+    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=sys.stderr.isatty())
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, **settings)
     with explained("--tokenizer=bpe cannot be learned"):
         bpe.train_from_iterator(texts, trainer)

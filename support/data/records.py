@@ -17,9 +17,8 @@ PROMPT = "prompt"  # marks a text that is a prompt: its answer follows
 # Tables and ids can be valid UTF-8, and would be learned as a text that they are not.
 NOT_TEXT = (".bin", ".csv", ".tsv")
 
+
 # ---- Which files
-
-
 def suffix_of(path):
     """The suffix that names a file's format, in lower case: .jsonl.gz for X.JSONL.GZ."""
     name = Path(path).name.lower()
@@ -29,12 +28,9 @@ def suffix_of(path):
 
 def check_regular(path):
     """Raise UserError unless a path names a regular file: pipes cannot be read twice."""
-    if not os.path.exists(path):  # a link may lead nowhere
-        accepted = "a text file, .jsonl, .json, .parquet, a folder, shakespeare, patterns or pydoc"
-        raise UserError(f"--data={path} does not exist; give {accepted}")
     if not os.path.isfile(path):
-        what = f"--data={path} is not a regular file, and a text is read more than once"
-        raise UserError(f"{what}; save it to a file, or remove it from the folder")
+        accepted = "a text file, .jsonl, .json, .parquet, a folder, shakespeare, patterns or pydoc"
+        raise UserError(f"--data={path} is no file; give {accepted}")
 
 
 def check_plain(path):
@@ -70,16 +66,10 @@ def find_files(path):
 
 
 # ---- Reading
-
-
-class Empty(UserError):
-    """A record has no text."""
-
-
 def read(path, columns, template=None):
     """Yield (texts, where, done) for each record of a data set; texts: [(text, end), ...].
 
-    For a bad record texts is a UserError, Empty if it has no text. end: True if the text ends a
+    texts is a UserError for a bad record, [] for one without text. end: True if the text ends a
     document, False if the document goes on, PROMPT if it is a prompt. where: the path of plain
     text, else a file and the place of the record in it. done: bytes of the files read so far.
     template: a chat.ChatTemplate, for a column of conversations. Raises UserError for a damaged
@@ -98,7 +88,7 @@ def read(path, columns, template=None):
                 try:
                     texts = texts_of(record, columns, template)
                 except UserError as e:
-                    texts = type(e)(f"{where}: {e}")
+                    texts = UserError(f"{where}: {e}")
                 yield texts, where, done + int(share * size)
         except (OSError, EOFError, zlib.error) as e:  # gzip raises all three
             why = getattr(e, "strerror", None) or e
@@ -107,20 +97,20 @@ def read(path, columns, template=None):
 
 
 def texts_of(record, columns, template):
-    """[(text, end)] in the columns of a record; UserError for a bad one, Empty without a text.
+    """[(text, end)] in the columns of a record, [] if one is empty; UserError for a bad record.
 
     record: a dict; [(text, end)] of plain text; or what is wrong with it as a UserError
     """
     if isinstance(record, UserError):
         raise record
-    if isinstance(record, list) and record and isinstance(record[0], tuple):
+    if isinstance(record, list) and all(isinstance(each, tuple) for each in record):
         return record
     if not isinstance(record, dict):
         raise UserError("it is not a JSON object with texts; mend or remove it")
     check_columns(record, columns)
     values = [record[name] for name in columns]
     if None in values:
-        raise Empty("it is empty; mend or remove it")
+        return []
     texts = [*zip(values, [PROMPT] * (len(values) - 1) + [True])]
     if template:
         chat.check(values[0], columns[0])
@@ -128,9 +118,7 @@ def texts_of(record, columns, template):
         texts = [each for prompt, text in pairs for each in ((prompt, PROMPT), (text, True))]
     for text, _ in texts:
         check_text(text)
-    if not texts or not all(text.strip() for text, _ in texts):
-        raise Empty("it is empty; mend or remove it")
-    return texts
+    return texts if all(text.strip() for text, _ in texts) else []
 
 
 def check_columns(names, columns):
@@ -186,7 +174,7 @@ def read_document(path, columns):
         yield [(text, False)], path, done / size
         text = piece
         is_empty = False
-    yield Empty("it is empty; remove it") if is_empty else [(text, True)], path, 1
+    yield [] if is_empty else [(text, True)], path, 1
 
 
 def read_jsonl(path, columns):
@@ -241,16 +229,12 @@ def read_parquet(path, columns):
                 for record in batch.to_pylist():
                     number += 1
                     yield record, f"{path}, row {number}", number / file.metadata.num_rows
-            # Checksums do not cover how many rows a page has.
-            groups = range(file.metadata.num_row_groups)
-            expected = sum(file.metadata.row_group(i).num_rows for i in groups)
-            if not number == expected == file.metadata.num_rows:
-                raise UserError(f"{number} rows in place of {expected}")
+            if number != file.metadata.num_rows:  # checksums do not cover it
+                raise UserError(f"{number} rows in place of {file.metadata.num_rows}")
     except (pyarrow.ArrowException, UserError, UnicodeDecodeError, KeyError) as e:
         raise UserError(f"--data={path} cannot be read as parquet ({str(e)[:400]})") from None
 
 
-LINES = (".jsonl", ".ndjson", ".jsonlines")
-READERS = {suffix + packed: read_jsonl for suffix in LINES for packed in ("", ".gz")}
-READERS |= {".json": read_json, ".json.gz": read_json, ".parquet": read_parquet}
-READERS |= {".txt": read_document}  # in a folder
+READERS = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".json": read_json}
+READERS |= {f"{suffix}.gz": reader for suffix, reader in READERS.items()}
+READERS |= {".parquet": read_parquet, ".txt": read_document}  # .txt: in a folder

@@ -1,6 +1,7 @@
 """What --data names: a text, tiny Shakespeare, patterns, records, or a folder of ids."""
 
 import contextlib
+import importlib.util
 import json
 import mmap
 import os
@@ -41,8 +42,6 @@ class SourceSettings:
 
 
 # ---- Texts
-
-
 def is_ids(name):
     """Whether --data is a folder of ids, ours or nanoGPT's."""
     return name not in BUILT_IN and any(os.path.lexists(Path(name) / file) for file in NAMES)
@@ -66,19 +65,9 @@ def default_data():
         shakespeare()
         return "shakespeare"
     except OSError as e:
-        name = "pydoc" if find_topics() else "patterns"
+        name = "pydoc" if importlib.util.find_spec("pydoc_data") else "patterns"
         warn(f"Shakespeare cannot be downloaded ({e}); training on --data={name}")
         return name
-
-
-def find_topics():
-    """The texts of Python's reference, {} where this Python lacks them."""
-    try:
-        from pydoc_data.topics import topics
-
-        return topics
-    except ImportError:
-        return {}
 
 
 def find_text(name):
@@ -86,6 +75,12 @@ def find_text(name):
 
     Raises UserError for what cannot be had: no other text takes its place.
     """
+    if name == "patterns":
+        return None
+    if name == "pydoc":
+        from pydoc_data.topics import topics
+
+        return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
     if name == "shakespeare":
         try:
             name = shakespeare()
@@ -93,13 +88,6 @@ def find_text(name):
             fix = "connect to a network, or give --data=FILE or --data=pydoc"
             what = f"--data=shakespeare cannot be downloaded ({e})"
             raise UserError(f"{what}; {fix}") from None
-    if name == "pydoc":
-        topics = find_topics()
-        if not topics:
-            raise UserError("--data=pydoc: this Python lacks pydoc_data; give --data=FILE")
-        return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
-    if name == "patterns":
-        return None
     records.check_plain(name)
     return lambda: read_text(name)
 
@@ -133,21 +121,13 @@ def split_documents(texts, separator, size=PIECE):
 
 
 # ---- Folders of ids
-
-
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
     (folder / "tokenizer.json").write_bytes(tokenizer.to_file().encode())
     meta = meta | state_of(meta["source"])
     arrays = [map_ids(folder / name, meta["dtype"]) for name in NAMES]
-    meta["checksum"] = checksum_with(meta, checksum_of(tokenizer.to_json(), arrays))
+    meta["checksum"] = checksum_of(tokenizer.to_json(), arrays, meta)
     (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def checksum_with(meta, checksum):
-    """CRC-32 that covers meta.json too, but for the checksum in it."""
-    rest = {name: value for name, value in meta.items() if name not in ("checksum", "listing")}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), checksum)
 
 
 def state_of(source):
@@ -176,26 +156,20 @@ MAGIC = {20240520: "uint16", 20240801: "uint32"}  # of headers of llm.c: the wid
 def map_ids(path, dtype):
     """The ids in a file, (n,), memory-mapped; a header of llm.c says their width, else `dtype`.
 
-    Raises UserError for a file that is missing, empty or cut off.
+    Raises OSError or ValueError for a file that is missing, empty or cut off.
     """
-    if not path.is_file():
-        raise UserError(f"{path} is missing or no regular file; restore it")
-    size = path.stat().st_size
     dtype = np.dtype(dtype)
-    header = np.fromfile(path, np.int32, 3)  # magic number, version, number of tokens
-    offset = 0
-    if size >= HEADER and header[0] in MAGIC:
-        dtype = np.dtype(MAGIC[header[0]])
-        offset = HEADER
-        if int(header[2]) * dtype.itemsize != size - offset:
-            what = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
-            raise UserError(f"{what}: it is cut off; restore it")
-    if size % dtype.itemsize:
+    size = path.stat().st_size
+    if size % dtype.itemsize or not size or not path.is_file():
         fix = "restore it, or state the width with --bin_dtype"
         raise UserError(f"{path} has {size} bytes, no whole number of {dtype} ids; {fix}")
-    if size == offset:
-        raise UserError(f"{path.name} has no tokens; give more text")
-    return np.memmap(path, dtype, mode="r", offset=offset)
+    magic, _, n = np.fromfile(path, np.int32, 3) if size >= HEADER else (0, 0, 0)
+    if magic not in MAGIC:
+        return np.memmap(path, dtype, mode="r")
+    dtype = np.dtype(MAGIC[magic])
+    if n * dtype.itemsize != size - HEADER:
+        raise UserError(f"{path} has a header for {n} tokens, but {size} bytes; restore it")
+    return np.memmap(path, dtype, mode="r", offset=HEADER)
 
 
 def slices_of(arrays):
@@ -218,10 +192,7 @@ class Ids(NamedTuple):
 
 def of_config(folder, config):
     """The Ids in a folder, as the settings of a run say; see open_ids."""
-    is_token = config.tokenizer.endswith(".json")
-    if config.end and not is_token and not config.end.isdecimal():
-        fix = "give the number that ends documents"
-        raise UserError(f"--end={config.end} is not an id of --data={config.data}; {fix}")
+    is_token = config.tokenizer.endswith(".json")  # a name; else the number that ends documents
     end_id = int(config.end) if config.end and not is_token else -1
     return open_ids(folder, config.block_size, config.vocab_size, end_id, config.bin_dtype)
 
@@ -274,7 +245,7 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
         fix = "give the id that ends documents, or leave --end out"
         raise UserError(f"{folder}/{NAMES[0]} has no id {end_id}, which ends a document; {fix}")
     checksum = checksum_of(tokenizer.to_json(), arrays)
-    if is_ours and meta["checksum"] != checksum_with(meta, checksum):
+    if is_ours and meta["checksum"] != checksum_of("", [], meta, checksum):
         fix = "restore it, or prepare the data again"
         raise UserError(f"{folder} is damaged: its data do not have the checksum noted; {fix}")
     # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.
@@ -292,16 +263,13 @@ def tokenizer_of_ids(folder, V, largest, end_id, is_ours):
     end = False if end_id < 0 else end_id
     if path.exists():
         tokenizer = tokenizer_from_json(path)
-        takes_end = tokenizer.kind == "file" and tokenizer.end is False and not is_ours
-        if takes_end and end_id >= 0:
+        if tokenizer.kind == "file" and tokenizer.end is False and not is_ours:
             tokenizer = Tokenizer("file", tokenizer.vocab, end)
     elif V or largest < MOST:
         tokenizer = Tokenizer("id", V or largest + 1, end)
     else:
         fix = "give --bin_dtype, or --vocab_size if it is right"
         raise UserError(f"{folder} has the id {largest}: that is no usual vocabulary; {fix}")
-    if end_id >= tokenizer.vocab_size:
-        raise UserError(f"--end={end_id} must be below V = {tokenizer.vocab_size}")
     if end_id not in (-1, tokenizer.end_id):
         raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; leave it out")
     return tokenizer
@@ -317,9 +285,15 @@ def read_meta(path):
     return dict(dtype=meta.get("dtype", "uint16"))
 
 
-def checksum_of(tokenizer, arrays):
-    """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data."""
-    checksum = zlib.crc32(tokenizer.encode())
+def checksum_of(tokenizer, arrays, meta=None, checksum=0):
+    """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data.
+
+    meta: the content of meta.json, covered too but for the checksum in it
+    """
+    checksum = zlib.crc32(tokenizer.encode(), checksum)
     for piece in slices_of(arrays):
         checksum = zlib.crc32(piece, checksum)
+    if meta:
+        rest = {name: meta[name] for name in meta if name not in ("checksum", "listing")}
+        checksum = zlib.crc32(json.dumps(rest, sort_keys=True).encode(), checksum)
     return checksum

@@ -203,15 +203,17 @@ class Records(Source):
         limit = self.config.max_bad_records  # -1: any empty one, but no damaged one
         found = records.read(self.config.data, self.columns, self.template)
         for texts, self.where, self.done in found:
-            if not isinstance(texts, UserError):
+            is_bad = isinstance(texts, UserError)
+            if is_bad and limit < 0:
+                raise texts
+            if texts and not is_bad:
                 yield from texts
                 continue
-            if limit < 0 and not isinstance(texts, records.Empty):
-                raise texts
             self.first_skipped = self.first_skipped or self.where
             self.skipped += 1
             if 0 <= limit < self.skipped:
-                raise UserError(f"{texts} (or raise --max_bad_records={limit})")
+                what = texts if is_bad else f"{self.where} is empty"
+                raise UserError(f"{what} (or raise --max_bad_records={limit})")
 
     def notes(self):
         notes = []

@@ -56,9 +56,9 @@ class Tokenizer:
     id     V itself: ids are shown as numbers, as their text is not known
 
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
-    others; False: there is none. mask_id: the id of [MASK]: V, after all tokens, or a token that
-    the tokenizer of an encoder has for it, which no text may have (networks/pretrained.py says so).
-    library: the HFTokenizer of a word, bpe or file.
+    others; False: there is none. mask_id: V, or the [MASK] that the tokenizer of an encoder has,
+    which no text may have (networks/pretrained.py sets it). library: the HFTokenizer of a word,
+    bpe or file.
     """
 
     def __init__(self, kind, vocab=None, end=False):
@@ -81,9 +81,7 @@ class Tokenizer:
             size = self.library.size
         self.drops_unknown = False  # whether unknown characters are left out, not refused
         self.dropped = Counter()  # these characters
-        self.end_id = size if end is True else end
-        if end is False:
-            self.end_id = None
+        self.end_id = {True: size, False: None}[end] if isinstance(end, bool) else end
         self.vocab_size = size + (end is True)
         self.mask_id = self.vocab_size
 
@@ -105,11 +103,9 @@ class Tokenizer:
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
         if self.kind == "id":
-            ids = text.split()
-            for i in ids:
-                fine = re.fullmatch("[0-9]{1,10}", i) and int(i) < self.vocab
-                if not fine or int(i) == self.end_id:
-                    raise UserError(f"{i[:20]!r} is no id of a text; give ids below {self.vocab}")
+            ids = [int(i) if i.isdecimal() else -1 for i in text.split()]
+            if any(not 0 <= i < self.vocab or i == self.end_id for i in ids):
+                raise UserError(f"{text[:40]!r} is no text of ids below {self.vocab}, as 0 6 1")
         else:
             ids = self.library.encode_long(text)
             self.check_no_end(ids)
@@ -265,32 +261,29 @@ def describe(path):
     return kind, vocab, end
 
 
-def tokenizer_from_json(path):
-    """The Tokenizer in a file that to_file wrote; raises UserError for anything else."""
-    return open_as(path, *describe(path))
+def tokenizer_from_json(path, *described):
+    """The Tokenizer in a file that to_file wrote; raises UserError for anything else.
 
-
-def open_as(path, kind, vocab, end):
-    """The Tokenizer that `describe` found in a file; raises UserError if it cannot be used."""
-    try:
-        return Tokenizer(kind, vocab, end)
-    except Exception as e:
-        raise UserError(f"{path} has a tokenizer that cannot be used: {e}") from e
+    described: kind, vocab, end to take in place of what the file says
+    """
+    described = described or describe(path)
+    with explained(f"{path} has a tokenizer that cannot be used"):
+        return Tokenizer(*described)
 
 
 def tokenizer_of(folder):
     """The Tokenizer of a checkpoint, or of what export.py --to=hf wrote of a network of ours."""
     path = folder / "tokenizer.json"
-    config = read_json(folder / "config.json", "config")
     tokenizer = tokenizer_from_json(path)
-    if config.get("model_type") != "mdlm" or tokenizer.kind != "file":
+    kind = read_json(folder / "config.json", "config").get("model_type")
+    if kind != "mdlm" or tokenizer.kind != "file":
         return tokenizer
     content = read_json(path, "tokenizer")
     added = [each for each in content.get("added_tokens") or [] if each["content"] not in ADDED]
     vocab = tokenizer_json.dumps(content | dict(added_tokens=added))
     name = read_json(folder / "tokenizer_config.json", "tokenizer").get("eos_token")
     end = next((each["id"] for each in added if each["content"] == name), False)
-    return open_as(path, "file", vocab, end)
+    return tokenizer_from_json(path, "file", vocab, end)
 
 
 def open_tokenizer(path, end, end_token=""):
@@ -301,7 +294,7 @@ def open_tokenizer(path, end, end_token=""):
     kind, vocab, _ = describe(path)
     if kind == "id":
         raise UserError(f"{path} shows numbers, no text; give another tokenizer.json")
-    tokenizer = open_as(path, kind, vocab, False)
+    tokenizer = tokenizer_from_json(path, kind, vocab, False)
     specials = tokenizer.special_ids() if kind == "file" else {"[END]": True}
     names = [end_token] if end_token else END_TOKENS
     ends = [specials[name] for name in names if name in specials]
@@ -316,7 +309,7 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     if kind.endswith(".json"):
         tokenizer = open_tokenizer(kind, end, end_token)
         tokenizer.piece(0)  # refuses one whose ids cannot be shown as text
-        some = list(first_chunks(pieces(), TRIED))
+        some = first_chunks(pieces(), TRIED)
         with contextlib.suppress(UserError):  # `Source.encode` says where that text is
             if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
                 what = f"the tokenizer {kind} changes the text"

@@ -293,7 +293,7 @@ def test_the_library_reads_each_kind_as_we_do(kind, end, tmp_path):
     assert library.decode([*names.values()]) == ""
 
 
-@pytest.mark.parametrize("kind", ["char", "byte"])
+@pytest.mark.parametrize("kind", ["char", "byte", "word"])
 def test_plain_kinds_need_no_library(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for end in (False, True):

@@ -63,7 +63,7 @@ class ChatTemplate:
         tokens = {name: word(settings.get(name)) for name in TOKENS}
         made = cls(template, {n: token for n, token in tokens.items() if isinstance(token, str)})
         added = read("tokenizer.json").get("added_tokens") or []
-        made.forbid([token["content"] for token in added if token["special"]])
+        made.forbid([token["content"] for token in added if token.get("special")])
         return made
 
     def render(self, messages):

@@ -65,10 +65,9 @@ def explained(what):
 class HFTokenizer:
     """A tokenizer of the tokenizers library.
 
-    content: its tokenizer.json. in_context: whether ids and texts depend on what precedes them.
-
-    Padding, truncation and BPE's dropout, with which a text would get other ids in each call, are
-    off. Raises UserError if the library cannot read it.
+    content: its tokenizer.json; UserError if the library cannot read it. in_context: whether ids
+    and texts depend on what precedes them. Padding, truncation and BPE's dropout, with which a text
+    would get other ids in each call, are off.
     """
 
     def __init__(self, content, in_context=True):
@@ -175,10 +174,8 @@ class HFTokenizer:
         return [text.removeprefix(skip) for text in texts]
 
     def spellings(self, first):
-        """The bytes of each token, at the beginning of a text or within one.
-
-        Raises UserError if the text of tokens is not that of each, side by side.
-        """
+        """The bytes of each token, at the beginning of a text or within one; UserError if the text
+        of several is not that of each, side by side."""
         before = [] if first else self.before
         texts = self.decode_each([[i] for i in range(self.size)], before)
         whole = [i for i, text in enumerate(texts) if BROKEN not in text]

@@ -70,10 +70,9 @@ def read(path, columns, template=None):
     """Yield (texts, where, done) for each record of a data set; texts: [(text, end), ...].
 
     texts is a UserError for a bad record, [] for one without text. end: True if the text ends a
-    document, False if the document goes on, PROMPT if it is a prompt. where: the path of plain
-    text, else a file and the place of the record in it. done: bytes of the files read so far.
-    template: a chat.ChatTemplate, for a column of conversations. Raises UserError for a damaged
-    file.
+    document, False if it goes on, PROMPT if it is a prompt. where: the file, and the place of the
+    record in it. done: bytes of the files read so far. template: a chat.ChatTemplate, for a column
+    of conversations. Raises UserError for a damaged file.
     """
     data, _ = find_files(path)
     if not data:

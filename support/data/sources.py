@@ -216,10 +216,9 @@ def hold_back(ids, share, T):
 def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     """The Ids in a folder, ours or one in nanoGPT's format.
 
-    nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest; a document
-    ends with end_id (-1: there are none). A tokenizer.json of the tokenizers library shows text.
-    bin_dtype: the width that a user states. Raises UserError for ids beyond the vocabulary, and
-    files that are missing, damaged, or shorter than T.
+    V = 0: ids up to the largest; end_id ends a document (-1: there are none). Without a
+    tokenizer.json ids are shown as numbers. Raises UserError for ids beyond the vocabulary, and
+    for files that are damaged or shorter than T.
     """
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
@@ -256,8 +255,7 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
 def tokenizer_of_ids(folder, V, largest, end_id, is_ours):
     """The tokenizer of a folder of ids up to `largest`: of its tokenizer.json, or of V numbers.
 
-    end_id: what --end says, -1 for nothing; a file made elsewhere does not know it (is_ours: the
-    folder was prepared here).
+    end_id: of --end, or -1; a file that was made elsewhere (not is_ours) does not know it.
     """
     path = folder / "tokenizer.json"
     end = False if end_id < 0 else end_id

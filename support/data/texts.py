@@ -108,7 +108,7 @@ class Source:
             yield text
 
     def survey(self):
-        """Read all texts once: count their characters, find where validation begins.
+        """Count the characters and find where validation begins.
 
         Returns how many characters a tokenizer may learn from: nine tenths, all of which train.
         """
@@ -229,8 +229,7 @@ class Records(Source):
     def find_edge(self, nine_tenths, ends):
         """After how many characters validation begins: after the record at nine tenths, as a rule.
 
-        If that leaves too little to validate, this record is split; a prompt is never split from
-        its answer, so there it validates.
+        If that leaves too little to validate, it is split; a prompt and its answer validate.
         """
         edge = ends[bisect.bisect_left(ends, nine_tenths)]
         left = self.n - edge

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 
@@ -57,8 +58,8 @@ class Tokenizer:
 
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
     others; False: there is none. mask_id: V, or the [MASK] that the tokenizer of an encoder has,
-    which no text may have (networks/pretrained.py sets it). library: the HFTokenizer of a word,
-    bpe or file.
+    which no text may have (networks/pretrained.py sets it). library: the HFTokenizer of a bpe or
+    file.
     """
 
     def __init__(self, kind, vocab=None, end=False):
@@ -75,7 +76,7 @@ class Tokenizer:
             size = vocab
         elif kind == "word":
             size = 256 + len(vocab)
-            self.library = HFTokenizer(tokenizer_json.dumps(tokenizer_json.words(vocab)), False)
+            self.index = {word: 256 + i for i, word in enumerate(vocab)}
         else:
             self.library = HFTokenizer(vocab, in_context=kind == "file")
             size = self.library.size
@@ -87,8 +88,7 @@ class Tokenizer:
 
     # ---- Encoding
     def encode_array(self, text):
-        """Text -> (n,) integers without [END]. Raises UserError naming the unknown characters
-        or the first unknown id, and for a text that would have the id of [END]."""
+        """Text -> (n,) integers without [END]; UserError naming what has no id of a text."""
         if self.kind == "char":
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
@@ -106,6 +106,10 @@ class Tokenizer:
             ids = [int(i) if i.isdecimal() else -1 for i in text.split()]
             if any(not 0 <= i < self.vocab or i == self.end_id for i in ids):
                 raise UserError(f"{text[:40]!r} is no text of ids below {self.vocab}, as 0 6 1")
+        elif self.kind == "word":  # five times as fast as the library
+            ids = []
+            for word in WORD.findall(text):
+                ids += [self.index[word]] if word in self.index else word.encode()
         else:
             ids = self.library.encode_long(text)
             self.check_no_end(ids)
@@ -114,8 +118,8 @@ class Tokenizer:
     def check_no_end(self, ids):
         """Raise UserError if one of the ids of a text is [END] or [MASK].
 
-        The library does not match special tokens in a text, but models that see whole words may
-        have it in their vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
+        The library finds no special token in a text, but models that see whole words may have it
+        in their vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
         """
         for id in {self.end_id, self.mask_id}.intersection(ids):
             token = self.library.library.id_to_token(id)
@@ -127,10 +131,7 @@ class Tokenizer:
         return self.encode_array(check_text(text)).tolist()
 
     def encode_lossless(self, text, after_gap=False):
-        """The ids of a user's text; raises UserError if encoding would lose some of it.
-
-        after_gap: the text follows a gap, whose tokens are not known yet.
-        """
+        """The ids of a user's text, which may follow a gap; UserError if they lose some of it."""
         if self.kind == "file":
             self.library.check_kept(text)
             if after_gap:
@@ -146,15 +147,13 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, context, text):
-        """The ids of two texts of a user, the second of which goes on after the first.
-
-        A space between them may be the end of the first or the beginning of the second.
-        """
+        """The ids of two texts of a user, the second of which goes on after the first."""
         known = self.encode_lossless(context)
         self.encode_lossless(text)
         ids = self.encode(context + text)
         n = shared(known, ids)
-        if self.decode(known[n:]).strip():  # a token is a part of both
+        # A space between them may belong to either. Any other token must not be a part of both.
+        if self.decode(known[n:]).strip():
             return known, self.encode_lossless(text, after_gap=True)
         return ids[:n], ids[n:]
 
@@ -176,7 +175,7 @@ class Tokenizer:
         return {token.content: id for id, token in added.items() if token.special}
 
     def cut(self, ids, edges):
-        """The texts of ids[: edges[0]], ids[edges[0] : edges[1]] ...; joined they are decode(ids).
+        """decode(ids) in parts, cut in front of the tokens at `edges`, which ascend.
 
         A character of several tokens belongs to the last of them.
         """
@@ -355,8 +354,16 @@ def train_bpe(texts, size):
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=sys.stderr.isatty())
+    shows = sys.stderr.isatty()
+    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=shows)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, **settings)
+    began = time.monotonic()
+
+    def read():
+        yield from texts
+        if not shows and time.monotonic() - began > 10:
+            warn(f"read; now learning up to {size:,} tokens, which may take as long again")
+
     with explained("--tokenizer=bpe cannot be learned"):
-        bpe.train_from_iterator(texts, trainer)
+        bpe.train_from_iterator(read(), trainer)
     return bpe.to_str()

@@ -228,7 +228,7 @@ def test_folder_of_ids_gets_documents_and_text(path, tmp_path, capsys):
     with pytest.raises(UserError):
         tokenizer.encode("3 1 4")
     assert run_mdlm(*flags, "--end=400", f"--out_dir={tmp_path / 'c'}") == 2
-    assert "--end=400" in capsys.readouterr().err
+    assert "400" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("magic, dtype", [(20240520, np.uint16), (20240801, np.uint32)])

@@ -2,6 +2,7 @@
 
 import array
 import bisect
+import collections
 import dataclasses
 import os
 
@@ -57,12 +58,19 @@ def prepare(config, folder, tokenizer=None, network=None):
     source.doing = f"pass {passes} of {passes}, encoding"
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
-    tokenizer.drops_unknown = config.unknown == "drop"
+    dropped = tokenizer.dropped = collections.Counter()  # left out at first, to name them all
+    place = None  # of the first
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for ids, is_train in source.encode(tokenizer):
             (train if is_train else val).write(ids.astype(dtype).tobytes())
-    tokenizer.drops_unknown = False  # a user's text loses nothing
-    if dropped := tokenizer.dropped:
+            if dropped and not place:
+                place = source.where
+    tokenizer.dropped = None  # a user's text loses nothing
+    if dropped and config.unknown == "refuse":
+        source.where = place
+        what = f"{source.place(tokenizer)}: unknown {name_characters(dropped)} in all"
+        raise UserError(f"{what}; remove them, or leave them out by --unknown=drop")
+    if dropped:
         warn(f"--unknown=drop: {dropped.total():,} left out: {name_characters(dropped)}")
     characters = [source.cut, source.n - source.cut]
     meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=characters)

@@ -80,8 +80,7 @@ class Tokenizer:
         else:
             self.library = HFTokenizer(vocab, in_context=kind == "file")
             size = self.library.size
-        self.drops_unknown = False  # whether unknown characters are left out, not refused
-        self.dropped = Counter()  # these characters
+        self.dropped = None  # a Counter, if unknown characters are left out, not refused
         self.end_id = {True: size, False: None}[end] if isinstance(end, bool) else end
         self.vocab_size = size + (end is True)
         self.mask_id = self.vocab_size
@@ -94,11 +93,10 @@ class Tokenizer:
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
             if (ids < 0).any():
                 unknown = Counter(map(chr, codes[ids < 0].tolist()))
-                if not self.drops_unknown:
-                    fix = "remove them, train on text that has them, or fine-tune with"
+                if self.dropped is None:
                     what = f"unknown {name_characters(unknown)}"
-                    raise UserError(f"{what}; {fix} --unknown=drop, which leaves them out")
-                self.dropped += unknown
+                    raise UserError(f"{what}; remove them, or train on text that has them")
+                self.dropped.update(unknown)
             return ids[ids >= 0]
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)

@@ -160,14 +160,12 @@ class HFTokenizer:
     # ---- Decoding
     def decode(self, ids):
         """The text of ids, as a text of its own."""
-        with explained("the tokenizer cannot decode what was written"):
-            text = self.library.decode(ids, skip_special_tokens=False)
-        return text.removeprefix(" ") if self.gains_space else text
+        return self.decode_each([ids], [])[0]
 
     def decode_each(self, rows, before):
         """The texts of rows of ids, each after the ids `before`."""
         rows = [[*before, *row] for row in rows]
-        with explained("the tokenizer cannot decode its own tokens"):
+        with explained("the tokenizer cannot decode its tokens"):
             texts = self.library.decode_batch(rows, skip_special_tokens=False)
             skip = self.library.decode(before, skip_special_tokens=False)
         skip = skip if before or not self.gains_space else " "

@@ -30,7 +30,7 @@ def open_source(config, template=None):
         needs = "needs a tokenizer with a chat template; give such a folder as --init_from"
         raise UserError(f"--chat_column={config.chat_column} {needs}")
     if sources.is_records(config.data):
-        return Records(config, template if config.chat_column else None)
+        return Records(config, None, template if config.chat_column else None)
     texts = sources.find_text(config.data)
     return Source(config, texts) if texts else None
 
@@ -96,6 +96,11 @@ class Source:
         self.cut = 0  # those of them that train
         self.doing = "reading"  # what a progress bar says
         self.done = 0  # bytes of the files that have been read
+        self.columns = [name for name in (config.prompt_column, config.text_column) if name]
+        if template:
+            self.columns = [config.chat_column]
+        self.skipped = 0  # records
+        self.first_skipped = None  # where the first of them is
 
     def __call__(self):
         files = [path for path in records.find_files(self.config.data)[0] if path.is_file()]
@@ -127,7 +132,12 @@ class Source:
             if end is True:
                 ends.append(n)
         self.n = n
-        notes = self.notes()
+        notes = []
+        if left_out := ", ".join(path.name for path in records.find_files(self.config.data)[1]):
+            notes.append(f"not read: {left_out[:200]}")
+        if self.skipped:
+            what = f"{self.skipped:,} empty or damaged record(s) skipped"
+            notes.append(f"{what}; the first is {self.first_skipped}")
         if not n:
             what = "; ".join([f"--data={self.config.data} is empty", *notes])
             raise UserError(f"{what}; give a file with text in it")
@@ -136,10 +146,6 @@ class Source:
         nine_tenths = int(0.9 * n)
         self.cut = self.find_edge(nine_tenths, ends)
         return min(self.cut, nine_tenths)
-
-    def notes(self):
-        """What a user should know of these texts, a list of sentences."""
-        return []
 
     def find_edge(self, nine_tenths, ends):
         """After how many characters validation begins. ends: where documents end."""
@@ -198,14 +204,6 @@ class Records(Source):
 
     ends_at_cut = False
 
-    def __init__(self, config, template):
-        super().__init__(config, None, template)
-        self.columns = [name for name in (config.prompt_column, config.text_column) if name]
-        if template:
-            self.columns = [config.chat_column]
-        self.skipped = 0  # records
-        self.first_skipped = None  # where the first of them is
-
     def read(self):
         self.skipped = 0
         limit = self.config.max_bad_records  # -1: any empty one, but no damaged one
@@ -222,17 +220,6 @@ class Records(Source):
             if 0 <= limit < self.skipped:
                 what = texts if is_bad else f"{self.where} is empty"
                 raise UserError(f"{what} (or raise --max_bad_records={limit})")
-
-    def notes(self):
-        notes = []
-        _, left_out = records.find_files(self.config.data)
-        if left_out:
-            names = ", ".join(path.name for path in left_out[:5])
-            notes.append(f"not read: {names}" + ", ..." * (len(left_out) > 5))
-        if self.skipped:
-            what = f"{self.skipped:,} empty or damaged record(s) skipped"
-            notes.append(f"{what}; the first is {self.first_skipped}")
-        return notes
 
     def find_edge(self, nine_tenths, ends):
         """After how many characters validation begins: after the record at nine tenths, as a rule.

@@ -1,6 +1,8 @@
 """Text becomes the expected tokens and windows, whatever its size and source."""
 
 import contextlib
+import gzip
+import io
 import itertools
 import json
 import math
@@ -14,10 +16,11 @@ import torch
 from conftest import corpus_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 import mdlm
 from nanomdlm.support.cli import devices
-from nanomdlm.support.data import patterns, sources, tokenizer
+from nanomdlm.support.data import patterns, sources, texts, tokenizer
 from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.data.windows import cut_windows
 from nanomdlm.support.errors import UserError
@@ -302,3 +305,42 @@ def test_checksum_covers_ids_and_tokenizer(tmp_path):
     assert corpus_of_ids(tmp_path, ids, vocab_size=101).identity["data"] != checksum
     ids[[7, 8]] = ids[[8, 7]]
     assert corpus_of_ids(tmp_path, ids).identity["data"] != checksum
+
+
+# --------------------------------------------------------------------------------------------------
+# What a user sees
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.parquet"])
+def test_each_pass_counts_the_bytes_of_the_files(tmp_path, monkeypatch, name):
+    path = tmp_path / name
+    lines = [f"line {i} ü\n" for i in range(2000)]
+    if name == "x.parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet")
+        arrow.parquet.write_table(arrow.table({"text": lines}), path)
+    else:
+        content = [
+            line if name == "x.txt" else json.dumps(dict(text=line)) + "\n" for line in lines
+        ]
+        whole = "".join(content).encode()
+        path.write_bytes(gzip.compress(whole) if name.endswith("gz") else whole)
+    bars = []
+
+    def noted(**options):
+        bars.append(tqdm(file=io.StringIO(), **options))
+        return bars[-1]
+
+    monkeypatch.setattr(texts, "bar", noted)
+    (tmp_path / "d").mkdir()
+    prepare(mdlm.Config(data=str(path)), tmp_path / "d")
+    assert [each.desc.split(",")[0] for each in bars] == [f"pass {i} of 3" for i in (1, 2, 3)]
+    assert [(each.n, each.total) for each in bars] == [(path.stat().st_size,) * 2] * 3
+
+
+def test_many_different_characters_get_a_hint(tmp_path, capsys):
+    for n, is_said in ((900, False), (3345, True)):
+        (tmp_path / "t.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + n))) * 2)
+        (tmp_path / str(n)).mkdir()
+        prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path / str(n))
+        assert ("--tokenizer=bpe" in capsys.readouterr().err) == is_said

@@ -204,21 +204,12 @@ def test_mistakes_get_one_sentence(folder, run, talks, tmp_path, capfd):
         (tmp_path / "bad.jsonl").write_text((json.dumps(dict(messages=content)) + "\n") * 20)
         return tmp_path / "bad.jsonl"
 
-    assert "--chat_column=nothing" not in said(folder, talks, "--chat_column=talk")
     assert "'talk'" in said(folder, talks, "--chat_column=talk")
-    assert "text" in said(folder, record("text"), chats)
     assert "line 1" in said(folder, record([dict(role="user")]), chats)
     assert "--prompt_column" in said(folder, talks, chats, "--prompt_column=q")
     assert "'<|im_end|>'" in said(folder, talks, chats, "--end=<|im_end|>")
-    spelled = record(messages("cat <|im_end|>", "meow"))
-    assert "'<|im_end|>'" in said(folder, spelled, chats)
     bare = shutil.copytree(folder, tmp_path / "bare")
     (bare / "tokenizer_config.json").unlink()
     assert "--chat_column" in said(bare, talks, chats)
-    (bare / "tokenizer_config.json").write_text(
-        json.dumps(dict(chat_template="{{ raise_exception('no') }}"))
-    )
-    assert "template" in said(bare, talks, chats)
-    for prompt in ("[{", '[{"role": 1}]'):
-        assert entry.run(sample.main, [f"--out_dir={run}", f"--prompt={prompt}"]) == 2
-        assert "--prompt" in capfd.readouterr().err
+    assert entry.run(sample.main, [f"--out_dir={run}", '--prompt=[{"role": 1}]']) == 2
+    assert "--prompt" in capfd.readouterr().err

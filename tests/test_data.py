@@ -1,11 +1,12 @@
 """Text becomes the expected tokens and windows, whatever its size and source."""
 
 import contextlib
+import gzip
+import io
 import itertools
 import json
 import math
 import random
-import tracemalloc
 import zlib
 from collections import Counter
 
@@ -15,10 +16,11 @@ import torch
 from conftest import corpus_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 import mdlm
 from nanomdlm.support.cli import devices
-from nanomdlm.support.data import patterns, sources, tokenizer
+from nanomdlm.support.data import patterns, sources, texts, tokenizer
 from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.data.windows import cut_windows
 from nanomdlm.support.errors import UserError
@@ -145,12 +147,6 @@ def test_document_pieces_join_to_the_documents(separator):
         assert document == ""
 
 
-def test_long_documents_come_in_small_pieces():
-    pieces = [piece for piece, _ in sources.split_documents(["xy"] * 100, "<||>", size=4)]
-    assert "".join(pieces) == "xy" * 100
-    assert max(map(len, pieces)) <= 4 + len("xy") + len("<||>")
-
-
 def exact_entropy(length, low, high):
     """By enumeration: the text of each pattern, with the probabilities of all that are equal."""
     p = Counter()
@@ -161,12 +157,8 @@ def exact_entropy(length, low, high):
     return -sum(q * math.log(q) for q in p.values()) / length
 
 
-def test_entropy_of_patterns_is_exact():
-    assert patterns.entropy() == pytest.approx(exact_entropy(64, 2, 4), rel=1e-12)
-
-
-@pytest.mark.parametrize("length, low, high", [(4, 1, 2), (6, 1, 3), (6, 3, 3), (8, 2, 4)])
-def test_entropy_of_other_patterns_is_exact(length, low, high):
+@pytest.mark.parametrize("length, low, high", [(64, 2, 4), (4, 1, 2), (6, 1, 3), (6, 3, 3)])
+def test_entropy_of_patterns_is_exact(length, low, high):
     """In the shortest texts that are allowed, two periods of a text still share a divisor."""
     found = patterns.entropy(length, (low, high))
     assert found == pytest.approx(exact_entropy(length, low, high), rel=1e-12)
@@ -190,15 +182,6 @@ def test_default_patterns_are_those_of_before():
     assert patterns.entropy() == pytest.approx(0.14387040909418508, rel=1e-15)
 
 
-def test_patterns_have_the_stated_distribution():
-    x = patterns.make(20_000, 0)
-    assert x.shape == (20_000, 64)
-    assert x.max() == 14
-    period_two = (x[:, 2:] == x[:, :-2]).all(1).mean()
-    expected = 1 / 3 + 1 / 3 / 225 + 1 / 3 / 225  # patterns of 2 symbols, and some of 3 and 4
-    assert abs(period_two - expected) < 4 * (expected / 20_000) ** 0.5
-
-
 def test_patterns_are_prepared_as_aligned_windows(tmp_path):
     corpus = prepared("patterns", tmp_path / "d", block_size=64)
     x = torch.from_numpy(patterns.make(100_000, 0)).long()
@@ -218,18 +201,6 @@ def test_patterns_of_other_lengths_are_prepared(tmp_path):
     assert corpus.tokenizer.vocab_size == 15
     with pytest.raises(UserError, match=r"--block_size=24"):
         corpus_of(tmp_path / "d", mdlm.Config(block_size=32), CPU)
-
-
-def test_patterns_take_little_memory_while_they_are_made(tmp_path):
-    config = mdlm.Config(data="patterns", block_size=1024)
-    tracemalloc.start()
-    try:
-        patterns.write(tmp_path, config)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert (tmp_path / "train.bin").stat().st_size == 90_000 * 1024
-    assert peak < 40 << 20  # all of them are 98 MiB
 
 
 # --------------------------------------------------------------------------------------------------
@@ -317,16 +288,6 @@ def test_uint16_is_widened_on_cuda(monkeypatch):
         assert (found, tensor.dtype) == (place, dtype) and tensor.tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize("dtype, most", [("uint8", 255), ("uint16", 65535), ("int32", 70000)])
-def test_ids_of_any_width_are_kept(tmp_path, dtype, most):
-    ids = np.linspace(0, most, 640).astype(dtype)
-    meta = dict(dtype=dtype, entropy=None, characters=None)
-    corpus = corpus_of_ids(tmp_path, ids, meta)
-    x = corpus.windows()
-    assert x.dtype == torch.int64
-    assert x.flatten().tolist() == ids.tolist()
-
-
 def test_nanogpt_folder_is_read(tmp_path):
     ids = np.arange(1000, dtype=np.uint16) % 700
     corpus = corpus_of_ids(tmp_path, ids)
@@ -344,3 +305,42 @@ def test_checksum_covers_ids_and_tokenizer(tmp_path):
     assert corpus_of_ids(tmp_path, ids, vocab_size=101).identity["data"] != checksum
     ids[[7, 8]] = ids[[8, 7]]
     assert corpus_of_ids(tmp_path, ids).identity["data"] != checksum
+
+
+# --------------------------------------------------------------------------------------------------
+# What a user sees
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.gz", "x.parquet"])
+def test_each_pass_counts_the_bytes_of_the_files(tmp_path, monkeypatch, name):
+    path = tmp_path / name
+    lines = [f"line {i} ü\n" for i in range(2000)]
+    if name == "x.parquet":
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet")
+        arrow.parquet.write_table(arrow.table({"text": lines}), path)
+    else:
+        content = [
+            line if name == "x.txt" else json.dumps(dict(text=line)) + "\n" for line in lines
+        ]
+        whole = "".join(content).encode()
+        path.write_bytes(gzip.compress(whole) if name.endswith("gz") else whole)
+    bars = []
+
+    def noted(**options):
+        bars.append(tqdm(file=io.StringIO(), **options))
+        return bars[-1]
+
+    monkeypatch.setattr(texts, "bar", noted)
+    (tmp_path / "d").mkdir()
+    prepare(mdlm.Config(data=str(path)), tmp_path / "d")
+    assert [each.desc.split(",")[0] for each in bars] == [f"pass {i} of 3" for i in (1, 2, 3)]
+    assert [(each.n, each.total) for each in bars] == [(path.stat().st_size,) * 2] * 3
+
+
+def test_many_different_characters_get_a_hint(tmp_path, capsys):
+    for n, is_said in ((900, False), (3345, True)):
+        (tmp_path / "t.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + n))) * 2)
+        (tmp_path / str(n)).mkdir()
+        prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path / str(n))
+        assert ("--tokenizer=bpe" in capsys.readouterr().err) == is_said

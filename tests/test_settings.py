@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import json
-from collections import Counter
 
 import pytest
 from conftest import TINY, run_mdlm
@@ -15,8 +14,6 @@ import mdlm
 import sample
 import serve
 from nanomdlm.support.cli import settings
-from nanomdlm.support.data import texts
-from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.errors import UserError
 
 PROGRAMS = dict(mdlm=mdlm.Config, sample=sample.Options, eval=eval.Options, bench=bench.Options)
@@ -132,19 +129,6 @@ def test_unknown_characters_are_named_at_once_or_left_out(short_run, tmp_path, c
     tokenizer = mdlm.load(tmp_path / "a")[1]
     with pytest.raises(UserError, match="☃"):  # a user's text loses nothing
         tokenizer.encode("☃")
-    assert not tokenizer.unknown_characters(text)
-    assert tokenizer.unknown_characters("é☃é") == Counter("é☃é")
-
-
-def test_only_drop_lets_a_tokenizer_leave_characters_out(pydoc, tmp_path):
-    (tmp_path / "t.txt").write_text(pydoc[:6000])
-    tokenizer = Tokenizer("char", sorted(set(pydoc[:6000])))
-    for unknown in ("drop", "refuse"):
-        config = mdlm.Config(data=str(tmp_path / "t.txt"), unknown=unknown)
-        source = texts.open_source(config)
-        source.survey()
-        texts.check_characters(source, tokenizer, config)
-        assert tokenizer.drops_unknown == (unknown == "drop")
 
 
 def test_idle_flags_that_would_be_believed_are_refused(text_file, tmp_path, capsys):

@@ -35,34 +35,35 @@ class ChatTemplate:
     @classmethod
     def from_json(cls, content, path):
         """What to_json gave; UserError for anything else, which the file `path` holds."""
-        is_known = isinstance(content, dict) and isinstance(content.get("template"), str)
-        tokens = content.get("tokens") if is_known else None
-        if not isinstance(tokens, dict) or not all(isinstance(t, str) for t in tokens.values()):
-            raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
-        return cls(content["template"], tokens)
+        try:
+            return cls(content["template"], dict(content["tokens"]))
+        except (TypeError, KeyError, ValueError):
+            raise UserError(f"{path} is damaged: its chat template is not one") from None
 
     @classmethod
     def of_folder(cls, folder):
         """That of a folder of Hugging Face; None if it has none."""
-        path = Path(folder) / "tokenizer_config.json"
-        settings = files.read_json(path, "tokenizer's settings") if path.exists() else {}
+
+        def read(name):
+            path = Path(folder) / name
+            return files.read_json(path, "tokenizer") if path.exists() else {}
+
+        def word(token):
+            return token.get("content") if isinstance(token, dict) else token
+
+        settings = read("tokenizer_config.json")
         template = settings.get("chat_template")
         if isinstance(template, list):  # several with names
-            named = {each.get("name"): each.get("template") for each in template}
-            template = named.get("default")
+            template = {each.get("name"): each.get("template") for each in template}.get("default")
         own = Path(folder) / "chat_template.jinja"
         if own.exists():
             template = own.read_text(encoding="utf-8")
         if not isinstance(template, str):
             return None
-        tokens = {name: settings.get(name) for name in TOKENS}
-        tokens = {n: t.get("content") if isinstance(t, dict) else t for n, t in tokens.items()}
-        made = cls(template, {n: t for n, t in tokens.items() if isinstance(t, str)})
-        path = Path(folder) / "tokenizer.json"
-        content = files.read_json(path, "tokenizer") if path.exists() else {}
-        added = [t for t in content.get("added_tokens") or [] if isinstance(t, dict)]
-        words = [t.get("content") for t in added if t.get("special")]
-        made.forbid([word for word in words if isinstance(word, str)])
+        tokens = {name: word(settings.get(name)) for name in TOKENS}
+        made = cls(template, {n: token for n, token in tokens.items() if isinstance(token, str)})
+        added = read("tokenizer.json").get("added_tokens") or []
+        made.forbid([token["content"] for token in added if token.get("special")])
         return made
 
     def render(self, messages):
@@ -123,8 +124,3 @@ def check(messages, where):
                 example = '[{"role": "user", "content": "..."}, ...]'
                 what = f"{where} is no list of messages with texts {example}"
                 raise UserError(f"{what}; mend or remove it")
-
-
-def has_answer(messages):
-    """Whether the assistant says something in them."""
-    return any(m["role"] == ASSISTANT and m["content"].strip() for m in messages)

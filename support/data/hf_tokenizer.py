@@ -1,13 +1,11 @@
 """Tokenizers of Hugging Face's tokenizers library, and texts that go on after others.
 
-enc(a + b) = enc(a) + enc(b) holds where tokens are characters or bytes. Elsewhere a word takes the
-space in front of it (▁the), the beginning of a text gains one, and a word that goes on is spelled
-otherwise than one that begins (##ing). So a text is encoded with what precedes it:
+A word takes the space in front of it (▁the), the beginning of a text gains one, and a word that
+goes on is spelled otherwise than one that begins (##ing). So
 
-    b after a      what follows enc(a) in enc(a + b), if that begins with enc(a)
-    b after a gap  b after a letter. If a token ends between them, any other letter gives the same
-                   ids. So a space is there or not, as b says, and letters go on with a word
-    a long text    chunks that begin with a space, each after the end of the one before it
+    b after a      is what follows enc(a) in enc(a + b), if that begins with enc(a)
+    b after a gap  is b after a letter: if a token ends between them, any other gives the same ids
+    a long text    is chunks that begin with a space, each after the end of the one before it
 """
 
 import contextlib
@@ -33,9 +31,8 @@ def chunks_at_spaces(text):
     """Yield a text in chunks that begin with a space, but for the first one."""
     begin = 0
     while len(text) - begin > CHUNK:
-        end = begin + CHUNK
-        space = SPACE.search(text, end, end + CHUNK)
-        end = space.start() if space else end
+        space = SPACE.search(text, begin + CHUNK, begin + 2 * CHUNK)
+        end = space.start() if space else begin + CHUNK
         yield text[begin:end]
         begin = end
     yield text[begin:]
@@ -44,7 +41,7 @@ def chunks_at_spaces(text):
 def end_of(text):
     """The last CONTEXT characters of a text, from a space on: half a word may be unknown."""
     space = SPACE.search(text, max(0, len(text) - CONTEXT))
-    return text[space.start() :] if space else text[-CONTEXT:]
+    return text[space.start() if space else -CONTEXT :]
 
 
 def folded(text):
@@ -60,7 +57,7 @@ def explained(what):
         yield
     except BaseException as e:
         is_panic = type(e).__name__ == "PanicException"  # no Exception
-        if isinstance(e, UserError) or not (is_panic or isinstance(e, Exception)):
+        if not (is_panic or isinstance(e, Exception)):
             raise
         raise UserError(f"{what} ({' '.join(str(e).split())[:200]})") from None
 
@@ -68,10 +65,9 @@ def explained(what):
 class HFTokenizer:
     """A tokenizer of the tokenizers library.
 
-    content: its tokenizer.json. in_context: whether ids and texts depend on what precedes them.
-
-    Padding, truncation and BPE's dropout, with which a text would get other ids in each call, are
-    off. Raises UserError if the library cannot read it.
+    content: its tokenizer.json; UserError if the library cannot read it. in_context: whether ids
+    and texts depend on what precedes them. Padding, truncation and BPE's dropout, with which a text
+    would get other ids in each call, are off.
     """
 
     def __init__(self, content, in_context=True):
@@ -90,16 +86,14 @@ class HFTokenizer:
         self.size = max(vocab.values()) + 1
         unknown = model.get("unk_token")
         self.unknown_id = self.library.token_to_id(unknown) if unknown else model.get("unk_id")
+        # What may stand for the text before a gap: letters, or words where these are unknown.
         self.gains_space = False
-        self.letters = self.find_letters(vocab) if in_context else [""]
+        words = sorted(filter(str.isalpha, vocab), key=vocab.get)[:TRIES]
+        self.letters = [each for each in (*LETTERS, *words) if in_context and self.is_kept(each)]
+        self.letters = self.letters or [""]
         self.before = min(map(self.encode, self.letters), key=len)  # ids of a text before others
         # Whether a text gets a space in front that decoding leaves there, as RoBERTa's.
         self.gains_space = self.decode(self.before).startswith(" ")
-
-    def find_letters(self, vocab):
-        """What may stand for the text before a gap: letters, or words where these are unknown."""
-        words = sorted(filter(str.isalpha, vocab), key=vocab.get)[:TRIES]
-        return [each for each in (*LETTERS, *words) if self.is_kept(each)] or [""]
 
     def is_kept(self, text):
         """Whether a text has ids from which it comes back."""
@@ -121,11 +115,11 @@ class HFTokenizer:
         try:
             with explained("the tokenizer cannot encode a text"):
                 encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
         except UserError:
             for word in " ".join(texts).split():
                 self.encode(word)  # names the word that it does not know
             raise
-        return [encoding.ids for encoding in encodings]
 
     def encode_template(self, text):
         """The ids of a text in which special tokens count as such."""
@@ -145,22 +139,20 @@ class HFTokenizer:
         """The ids of a text that follows a gap. Raises UserError if it cannot be cut off."""
         for letter in self.letters:
             with contextlib.suppress(UserError):  # words are not known with a letter before them
-                ids = self.after(letter, text)
-                if ids is not None:
+                if (ids := self.after(letter, text)) is not None:
                     return ids
         what = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
         raise UserError(f"{what}; begin it with a space, or let the gap end with the word")
 
-    def encode_long(self, text, before=""):
-        """The ids of a text of any length that goes on after `before`, in bounded memory."""
+    def encode_long(self, text):
+        """The ids of a text of any length, in bounded memory."""
         chunks = list(chunks_at_spaces(text))
-        befores = [end_of(each) for each in (before, *chunks[:-1])]
-        known = self.encode_all(befores)
+        befores = ["", *map(end_of, chunks[:-1])]
         both = self.encode_all([a + b for a, b in zip(befores, chunks)])
-        ids = []
-        for chunk, a, b in zip(chunks, known, both):
-            if b[: len(a)] == a:
-                ids += b[len(a) :]
+        ids = both[0]
+        for chunk, known, found in zip(chunks[1:], self.encode_all(befores[1:]), both[1:]):
+            if found[: len(known)] == known:
+                ids += found[len(known) :]
             else:  # the text before it ends within a token
                 ids += self.encode_after_gap(chunk)
         return ids
@@ -168,24 +160,20 @@ class HFTokenizer:
     # ---- Decoding
     def decode(self, ids):
         """The text of ids, as a text of its own."""
-        with explained("the tokenizer cannot decode what was written"):
-            text = self.library.decode(ids, skip_special_tokens=False)
-        return text.removeprefix(" ") if self.gains_space else text
+        return self.decode_each([ids], [])[0]
 
     def decode_each(self, rows, before):
         """The texts of rows of ids, each after the ids `before`."""
         rows = [[*before, *row] for row in rows]
-        with explained("the tokenizer cannot decode its own tokens"):
+        with explained("the tokenizer cannot decode its tokens"):
             texts = self.library.decode_batch(rows, skip_special_tokens=False)
             skip = self.library.decode(before, skip_special_tokens=False)
         skip = skip if before or not self.gains_space else " "
         return [text.removeprefix(skip) for text in texts]
 
     def spellings(self, first):
-        """The bytes of each token, at the beginning of a text or within one.
-
-        Raises UserError if the text of tokens is not that of each, side by side.
-        """
+        """The bytes of each token, at the beginning of a text or within one; UserError if the text
+        of several is not that of each, side by side."""
         before = [] if first else self.before
         texts = self.decode_each([[i] for i in range(self.size)], before)
         whole = [i for i, text in enumerate(texts) if BROKEN not in text]
@@ -208,17 +196,17 @@ class HFTokenizer:
     # ---- What is lost
     def check_kept(self, text):
         """Raise UserError if encoding loses characters of a text, but for capitals and accents."""
-        advice = "leave it out, or take another model"
         encoding = self.encoding(text)
-        for id, (begin, end) in zip(encoding.ids, encoding.offsets):
-            if id == self.unknown_id:
-                lacks = f"the tokenizer does not know {text[begin:end][:20]!r}"
-                raise UserError(f"{lacks} in {text[:40]!r}; {advice}")
+        lost = [
+            text[begin:end]
+            for id, (begin, end) in zip(encoding.ids, encoding.offsets)
+            if id == self.unknown_id
+        ]
         kept = set(folded(self.decode(encoding.ids)))
-        for i, c in enumerate(text):
-            if not set(folded(c)) <= kept:
-                where = f"at position {i} of {text[:40]!r}"
-                raise UserError(f"the tokenizer drops {c!r} {where}; {advice}")
+        lost += [c for c in text if not set(folded(c)) <= kept]
+        if lost:
+            what = f"the tokenizer does not know {lost[0][:20]!r} in {text[:40]!r}"
+            raise UserError(f"{what}; leave it out, or take another model")
 
     def forgets_space_after(self, mark):
         """Whether ids do not tell if a space follows this character (WordPiece: punctuation)."""

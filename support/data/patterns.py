@@ -13,7 +13,6 @@ from nanomdlm.support.errors import UserError
 
 LONGEST_PERIOD = 64
 SYMBOLS = "abcdefghijklmno"
-ROWS = 1000  # patterns that are made at a time, so that memory is bounded
 # The settings that --data=patterns implies. Most of the entropy is in the symbols that are written
 # first, at high mask rates: cosine draws more of those.
 IMPLIED = dict(block_size=64, rates="cosine", eval_windows=1000, tokenizer="char", vocab_size=0)
@@ -52,19 +51,14 @@ def make(n, seed, length=64, periods=(2, 4)):
 
     periods: of how many symbols patterns are, (lowest, highest); all are equally likely.
     """
-    return np.concatenate([*stream(n, seed, length, periods)])
-
-
-def stream(n, seed, length, periods):
-    """Yield the rows of `make`, ROWS at a time."""
     rng = np.random.default_rng(seed)
     low, high = periods
     period = rng.integers(low, high + 1, n)
     symbols = rng.integers(0, len(SYMBOLS), (n, high), dtype=np.uint8)
-    for first in range(0, n, ROWS):
-        rows = slice(first, first + ROWS)
-        at = np.arange(length) % period[rows, None]
-        yield np.take_along_axis(symbols[rows], at, 1)
+    rows = np.empty((n, length), np.uint8)
+    for i in range(length):
+        rows[:, i] = symbols[np.arange(n), i % period]
+    return rows
 
 
 def entropy(length=64, periods=(2, 4)):
@@ -95,9 +89,9 @@ def write(folder, config):
     """
     length = config.block_size
     periods = parse_periods(config.periods)
-    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for i, rows in enumerate(stream(100_000, 0, length, periods)):
-            (train if i < 90 else val).write(rows)
+    rows = make(100_000, 0, length, periods)
+    rows[:90_000].tofile(folder / "train.bin")
+    rows[90_000:].tofile(folder / "val.bin")
     meta = dict(source="patterns", dtype="uint8", characters=[90_000 * length, 10_000 * length])
     meta |= dict(entropy=entropy(length, periods), aligned=length)
     return Tokenizer("char", list(SYMBOLS)), meta

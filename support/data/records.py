@@ -12,20 +12,13 @@ from nanomdlm.support.cli.environment import optional
 from nanomdlm.support.data import chat
 from nanomdlm.support.errors import UserError
 
-PIECE = 1 << 24  # characters or ids that are held at a time, so that memory is bounded
-LARGEST = 1 << 28  # bytes of a .json file, or of a line of .jsonl, which is held as a whole
-HEAD = 8192  # bytes of a text that are searched for NULs
+PIECE = 1 << 22  # characters or ids that are held at a time, so that memory is bounded
 PROMPT = "prompt"  # marks a text that is a prompt: its answer follows
-# Names of files that can be valid UTF-8, and would be learned as a text that they are not.
-NOT_TEXT = {
-    ".bin": "give the folder that has train.bin and val.bin",
-    ".csv": "save its column of texts as .jsonl or .parquet",
-    ".tsv": "save its column of texts as .jsonl or .parquet",
-}
+# Tables and ids can be valid UTF-8, and would be learned as a text that they are not.
+NOT_TEXT = (".bin", ".csv", ".tsv")
+
 
 # ---- Which files
-
-
 def suffix_of(path):
     """The suffix that names a file's format, in lower case: .jsonl.gz for X.JSONL.GZ."""
     name = Path(path).name.lower()
@@ -35,22 +28,20 @@ def suffix_of(path):
 
 def check_regular(path):
     """Raise UserError unless a path names a regular file: pipes cannot be read twice."""
-    if not os.path.exists(path):  # a link may lead nowhere
-        accepted = "a text file, .jsonl, .json, .parquet, a folder, shakespeare, patterns or pydoc"
-        raise UserError(f"--data={path} does not exist; give {accepted}")
     if not os.path.isfile(path):
-        what = f"--data={path} is not a regular file, and a text is read more than once"
-        raise UserError(f"{what}; save it to a file, or remove it from the folder")
+        accepted = "a text file, .jsonl, .json, .parquet, a folder, shakespeare, patterns or pydoc"
+        raise UserError(f"--data={path} is no file; give {accepted}")
 
 
 def check_plain(path):
     """Raise UserError for a file that is not plain text by its name or its first bytes."""
     check_regular(path)
-    if advice := NOT_TEXT.get(suffix_of(path)):
-        raise UserError(f"--data={path} is not read as plain text; {advice}")
+    if suffix_of(path) in NOT_TEXT:
+        fix = "save texts as .jsonl or .parquet; of ids give the folder that has train.bin"
+        raise UserError(f"--data={path} is not read as plain text; {fix}")
     with files.open_regular(path) as f:
-        at = f.read(HEAD).find(b"\0")
-    if at >= 0:
+        at = f.read(8192).find(b"\0")
+    if at >= 0:  # UTF-16 without a mark is valid UTF-8
         what = f"--data={path} is not UTF-8 text: it has a NUL at byte {at}, as UTF-16 has"
         raise UserError(f"{what}; convert it, for example with iconv, or unpack it")
 
@@ -65,77 +56,68 @@ def find_files(path):
         return [path], []
     data = []
     left_out = []
-    for name in sorted(os.listdir(path)):
-        file = path / name
-        is_data = suffix_of(file) in READERS and not name.startswith("dataset_info")  # of a hub
-        if is_data and name[0] != "." and not file.is_dir():
-            data.append(file)
-        elif name[0] != ".":
-            left_out.append(file)
+    for file in sorted(path.iterdir()):
+        is_data = suffix_of(file) in READERS and not file.name.startswith(
+            "dataset_info"
+        )  # of a hub
+        if file.name[0] != ".":
+            (data if is_data and not file.is_dir() else left_out).append(file)
     return data, left_out
 
 
 # ---- Reading
-
-
-class Empty(UserError):
-    """A record has no text."""
-
-
 def read(path, columns, template=None):
-    """Yield (texts, where) for each record of a data set; texts: [(text, end), ...].
+    """Yield (texts, where, done) for each record of a data set; texts: [(text, end), ...].
 
-    For a bad record texts is a UserError, Empty if it has no text. end: True if the text ends a
-    document, False if the document goes on, PROMPT if it is a prompt. where: the path of plain
-    text, else a file and the place of the record in it. template: a chat.ChatTemplate, for a
-    column of conversations. Raises UserError for a damaged file.
+    texts is a UserError for a bad record, [] for one without text. end: True if the text ends a
+    document, False if it goes on, PROMPT if it is a prompt. where: the file, and the place of the
+    record in it. done: bytes of the files read so far. template: a chat.ChatTemplate, for a column
+    of conversations. Raises UserError for a damaged file.
     """
     data, _ = find_files(path)
     if not data:
         accepted = f"{', '.join(READERS)}, or train.bin and val.bin"
         raise UserError(f"--data={path} is a folder without files to train on; give {accepted}")
+    done = 0
     for file in data:
         check_regular(file)
+        size = os.path.getsize(file)
         try:
-            if suffix_of(file) == ".txt":
-                yield from read_document(file, columns)
-                continue
-            for record, where in READERS[suffix_of(file)](file, columns):
+            for record, where, share in READERS[suffix_of(file)](file, columns):
                 try:
                     texts = texts_of(record, columns, template)
                 except UserError as e:
-                    texts = type(e)(f"{where}: {e}")
-                yield texts, where
+                    texts = UserError(f"{where}: {e}")
+                yield texts, where, done + int(share * size)
         except (OSError, EOFError, zlib.error) as e:  # gzip raises all three
             why = getattr(e, "strerror", None) or e
             raise UserError(f"--data={file} cannot be read ({why}); restore it") from None
+        done += size
 
 
 def texts_of(record, columns, template):
-    """[(text, end)] in the columns of a record; UserError for a bad one, Empty without a text.
+    """[(text, end)] in the columns of a record, [] if one is empty; UserError for a bad record.
 
-    record: a dict, or what is wrong with it as a UserError
+    record: a dict; [(text, end)] of plain text; or what is wrong with it as a UserError
     """
     if isinstance(record, UserError):
         raise record
+    if isinstance(record, list) and all(isinstance(each, tuple) for each in record):
+        return record
     if not isinstance(record, dict):
         raise UserError("it is not a JSON object with texts; mend or remove it")
     check_columns(record, columns)
     values = [record[name] for name in columns]
     if None in values:
-        raise Empty("it is empty; mend or remove it")
+        return []
     texts = [*zip(values, [PROMPT] * (len(values) - 1) + [True])]
     if template:
         chat.check(values[0], columns[0])
-        texts = []
-        for prompt, answer in template.pairs(values[0]):
-            if answer.strip():
-                texts += [(prompt, PROMPT), (answer, True)]
+        pairs = [(prompt, text) for prompt, text in template.pairs(values[0]) if text.strip()]
+        texts = [each for prompt, text in pairs for each in ((prompt, PROMPT), (text, True))]
     for text, _ in texts:
         check_text(text)
-    if not texts or not all(text.strip() for text, _ in texts):
-        raise Empty("it is empty; mend or remove it")
-    return texts
+    return texts if all(text.strip() for text, _ in texts) else []
 
 
 def check_columns(names, columns):
@@ -173,34 +155,38 @@ def read_text(path, size=PIECE):
             yield text
 
 
+# The readers yield (record, where, share of the file that has been read).
+
+
 def read_document(path, columns):
-    """A text file in a folder is one document."""
+    """A text file in a folder is one document, which comes in pieces."""
     if len(columns) > 1:
         raise UserError(f"{path} has no column {columns[0]!r}; give .jsonl or .parquet files")
     check_plain(path)
+    size = os.path.getsize(path)
+    done = 0
     pieces = read_text(path)
     text = next(pieces, "")
     is_empty = not text.strip()
     for piece in pieces:
-        yield [(text, False)], path
+        done += len(text.encode())
+        yield [(text, False)], path, done / size
         text = piece
         is_empty = False
-    yield Empty(f"{path} is empty; remove it") if is_empty else [(text, True)], path
-
-
-def open_binary(path):
-    is_packed = path.name.lower().endswith(".gz")
-    return files.open_regular(path, gzip.open if is_packed else open)
+    yield [] if is_empty else [(text, True)], path, 1
 
 
 def read_jsonl(path, columns):
-    """Yield (record, where) for each line of a file; blank lines are skipped."""
-    with open_binary(path) as f:
-        number = 0
-        while line := f.readline(LARGEST):
-            number += 1
+    """One record a line; blank lines are skipped."""
+    size = os.path.getsize(path)
+    with files.open_regular(path) as raw:
+        for number, line in enumerate(unpacked(raw, path), 1):
             if line.strip():
-                yield parse(line), f"{path}, line {number}"
+                yield parse(line), f"{path}, line {number}", raw.tell() / size
+
+
+def unpacked(raw, path):
+    return gzip.open(raw) if path.name.lower().endswith(".gz") else raw
 
 
 def parse(content):
@@ -213,11 +199,8 @@ def parse(content):
 
 def read_json(path, columns):
     """An array of objects, an object that holds one such array, or an object a line."""
-    with open_binary(path) as f:
-        content = f.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise UserError(f"{path} has more than {LARGEST:,} bytes; save it as .jsonl")
-    found = parse(content)
+    with files.open_regular(path) as raw:
+        found = parse(unpacked(raw, path).read())
     if isinstance(found, UserError) and "Extra data" in str(found):  # a line is not all of it
         yield from read_jsonl(path, columns)
         return
@@ -227,8 +210,9 @@ def read_json(path, columns):
         arrays = [value for value in found.values() if value and isinstance(value, list)]
         arrays = [array for array in arrays if isinstance(array[0], dict)]
         found = arrays[0] if len(arrays) == 1 else found
-    for number, record in enumerate(found if isinstance(found, list) else [found], 1):
-        yield record, f"{path}, record {number}"
+    records = found if isinstance(found, list) else [found]
+    for number, record in enumerate(records, 1):
+        yield record, f"{path}, record {number}", number / len(records)
 
 
 def read_parquet(path, columns):
@@ -243,17 +227,13 @@ def read_parquet(path, columns):
             for batch in file.iter_batches(batch_size=256, columns=list(columns)):
                 for record in batch.to_pylist():
                     number += 1
-                    yield record, f"{path}, row {number}"
-            # Checksums do not cover how many rows a page has.
-            groups = range(file.metadata.num_row_groups)
-            expected = sum(file.metadata.row_group(i).num_rows for i in groups)
-            if not number == expected == file.metadata.num_rows:
-                raise UserError(f"{number} rows in place of {expected}")
+                    yield record, f"{path}, row {number}", number / file.metadata.num_rows
+            if number != file.metadata.num_rows:  # checksums do not cover it
+                raise UserError(f"{number} rows in place of {file.metadata.num_rows}")
     except (pyarrow.ArrowException, UserError, UnicodeDecodeError, KeyError) as e:
         raise UserError(f"--data={path} cannot be read as parquet ({str(e)[:400]})") from None
 
 
-LINES = (".jsonl", ".ndjson", ".jsonlines")
-READERS = {suffix + packed: read_jsonl for suffix in LINES for packed in ("", ".gz")}
-READERS |= {".json": read_json, ".json.gz": read_json, ".parquet": read_parquet}
-READERS |= {".txt": read_document}  # in a folder
+READERS = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".json": read_json}
+READERS |= {f"{suffix}.gz": reader for suffix, reader in READERS.items()}
+READERS |= {".parquet": read_parquet, ".txt": read_document}  # .txt: in a folder

@@ -1,11 +1,10 @@
 """What --data names: a text, tiny Shakespeare, patterns, records, or a folder of ids."""
 
-import concurrent.futures
 import contextlib
+import importlib.util
 import json
 import mmap
 import os
-import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from nanomdlm.support.errors import UserError
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-DOWNLOAD_LIMIT = 120  # seconds
 NAMES = ("train.bin", "val.bin")
 MOST = 1 << 20  # ids of a vocabulary, if nothing states its size
 BUILT_IN = ("shakespeare", "patterns", "pydoc")  # values of --data that name no file
@@ -44,8 +42,6 @@ class SourceSettings:
 
 
 # ---- Texts
-
-
 def is_ids(name):
     """Whether --data is a folder of ids, ours or nanoGPT's."""
     return name not in BUILT_IN and any(os.path.lexists(Path(name) / file) for file in NAMES)
@@ -69,19 +65,9 @@ def default_data():
         shakespeare()
         return "shakespeare"
     except OSError as e:
-        name = "pydoc" if find_topics() else "patterns"
+        name = "pydoc" if importlib.util.find_spec("pydoc_data") else "patterns"
         warn(f"Shakespeare cannot be downloaded ({e}); training on --data={name}")
         return name
-
-
-def find_topics():
-    """The texts of Python's reference, {} where this Python lacks them."""
-    try:
-        from pydoc_data.topics import topics
-
-        return topics
-    except ImportError:
-        return {}
 
 
 def find_text(name):
@@ -89,6 +75,12 @@ def find_text(name):
 
     Raises UserError for what cannot be had: no other text takes its place.
     """
+    if name == "patterns":
+        return None
+    if name == "pydoc":
+        from pydoc_data.topics import topics
+
+        return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
     if name == "shakespeare":
         try:
             name = shakespeare()
@@ -96,39 +88,12 @@ def find_text(name):
             fix = "connect to a network, or give --data=FILE or --data=pydoc"
             what = f"--data=shakespeare cannot be downloaded ({e})"
             raise UserError(f"{what}; {fix}") from None
-    if name == "pydoc":
-        topics = find_topics()
-        if not topics:
-            raise UserError("--data=pydoc: this Python lacks pydoc_data; give --data=FILE")
-        return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
-    if name == "patterns":
-        return None
     records.check_plain(name)
     return lambda: read_text(name)
 
 
 def shakespeare():
-    """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError.
-
-    In bounded time: a name server, or a server that sends a byte now and then, can take hours.
-    """
-    path = concurrent.futures.Future()
-
-    def download():
-        try:
-            path.set_result(download_shakespeare())
-        except BaseException as e:  # raised below, by result()
-            path.set_exception(e)
-
-    threading.Thread(target=download, daemon=True).start()
-    try:
-        return path.result(DOWNLOAD_LIMIT)
-    except concurrent.futures.TimeoutError:
-        raise OSError(f"it takes more than {DOWNLOAD_LIMIT} s") from None
-
-
-def download_shakespeare():
-    """The path of tiny Shakespeare, downloaded if the cache has none. Raises OSError."""
+    """The path of tiny Shakespeare, downloaded once, its hash checked always. Raises OSError."""
     try:
         pooch = optional("pooch", "the download")
         pooch.get_logger().setLevel("WARNING")
@@ -156,21 +121,13 @@ def split_documents(texts, separator, size=PIECE):
 
 
 # ---- Folders of ids
-
-
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
     (folder / "tokenizer.json").write_bytes(tokenizer.to_file().encode())
     meta = meta | state_of(meta["source"])
     arrays = [map_ids(folder / name, meta["dtype"]) for name in NAMES]
-    meta["checksum"] = checksum_with(meta, checksum_of(tokenizer.to_json(), arrays))
+    meta["checksum"] = checksum_of(tokenizer.to_json(), arrays, meta)
     (folder / "meta.json").write_text(json.dumps(meta))
-
-
-def checksum_with(meta, checksum):
-    """CRC-32 that covers meta.json too, but for the checksum in it."""
-    rest = {name: value for name, value in meta.items() if name not in ("checksum", "listing")}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), checksum)
 
 
 def state_of(source):
@@ -199,35 +156,20 @@ MAGIC = {20240520: "uint16", 20240801: "uint32"}  # of headers of llm.c: the wid
 def map_ids(path, dtype):
     """The ids in a file, (n,), memory-mapped; a header of llm.c says their width, else `dtype`.
 
-    Raises UserError for a file that is missing, empty or cut off.
+    Raises OSError or ValueError for a file that is missing, empty or cut off.
     """
-    if not path.is_file():
-        raise UserError(f"{path} is missing or no regular file; restore it")
-    size = path.stat().st_size
     dtype = np.dtype(dtype)
-    header = np.fromfile(path, np.int32, 3)  # magic number, version, number of tokens
-    offset = 0
-    if size >= HEADER and header[0] in MAGIC:
-        dtype = np.dtype(MAGIC[header[0]])
-        offset = HEADER
-        if int(header[2]) * dtype.itemsize != size - offset:
-            what = f"{path} has a header of llm.c for {header[2]} tokens, and {size} bytes"
-            raise UserError(f"{what}: it is cut off; restore it")
-    if size % dtype.itemsize:
+    size = path.stat().st_size
+    if size % dtype.itemsize or not size or not path.is_file():
         fix = "restore it, or state the width with --bin_dtype"
         raise UserError(f"{path} has {size} bytes, no whole number of {dtype} ids; {fix}")
-    if size == offset:
-        raise UserError(f"{path.name} has no tokens; give more text")
-    return np.memmap(path, dtype, mode="r", offset=offset)
-
-
-def refuse_wide(path, ids):
-    """Raise UserError for ids of 4 or 8 bytes that are read as uint16: every second one is then
-    tiny, and the vocabulary has all of them."""
-    some = ids[: PIECE // 2 * 2]
-    if ids.dtype == np.uint16 and len(some) > 1 and some[1::2].max() < 16 and some[::2].max() > 255:
-        fix = "give --bin_dtype=uint32 or int64, or --bin_dtype=uint16 if that is how they are"
-        raise UserError(f"{path}: every second id is below 16, so they seem wider; {fix}")
+    magic, _, n = np.fromfile(path, np.int32, 3) if size >= HEADER else (0, 0, 0)
+    if magic not in MAGIC:
+        return np.memmap(path, dtype, mode="r")
+    dtype = np.dtype(MAGIC[magic])
+    if n * dtype.itemsize != size - HEADER:
+        raise UserError(f"{path} has a header for {n} tokens, but {size} bytes; restore it")
+    return np.memmap(path, dtype, mode="r", offset=HEADER)
 
 
 def slices_of(arrays):
@@ -250,12 +192,8 @@ class Ids(NamedTuple):
 
 def of_config(folder, config):
     """The Ids in a folder, as the settings of a run say; see open_ids."""
-    end_id = -1
-    if config.end and not config.tokenizer.endswith(".json"):  # there it is a token
-        if not config.end.isdecimal():
-            fix = "give the number that ends documents"
-            raise UserError(f"--end={config.end} is not an id of --data={config.data}; {fix}")
-        end_id = int(config.end)
+    is_token = config.tokenizer.endswith(".json")  # a name; else the number that ends documents
+    end_id = int(config.end) if config.end and not is_token else -1
     return open_ids(folder, config.block_size, config.vocab_size, end_id, config.bin_dtype)
 
 
@@ -278,23 +216,19 @@ def hold_back(ids, share, T):
 def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     """The Ids in a folder, ours or one in nanoGPT's format.
 
-    nanoGPT's have no JSON files: ids are shown as numbers; V = 0: up to the largest; a document
-    ends with end_id (-1: there are none). A tokenizer.json of the tokenizers library shows text.
-    bin_dtype: the width that a user states. Raises UserError for ids that the vocabulary does not
-    have, and files that are missing, damaged, or shorter than T.
+    V = 0: ids up to the largest; end_id ends a document (-1: there are none). Without a
+    tokenizer.json ids are shown as numbers. Raises UserError for ids beyond the vocabulary, and
+    for files that are damaged or shorter than T.
     """
     folder = Path(folder)
     meta = read_meta(folder / "meta.json")
-    is_stated = bin_dtype != "auto" and "source" not in meta  # of ours meta.json knows it
-    dtype = bin_dtype if is_stated else meta["dtype"]
+    is_ours = "source" in meta  # then meta.json knows the width
+    dtype = meta["dtype"] if is_ours or bin_dtype == "auto" else bin_dtype
     arrays = [map_ids(folder / name, dtype) for name in NAMES]
-    if bin_dtype == "auto" and not (folder / "meta.json").exists():  # nobody has said it
-        for name, ids in zip(NAMES, arrays):
-            refuse_wide(folder / name, ids)
     ranges = [(int(piece.min()), int(piece.max())) for piece in slices_of(arrays)]
     smallest = min(low for low, _ in ranges)
     largest = max(high for _, high in ranges)
-    tokenizer = tokenizer_of_ids(folder, V, largest, end_id, "source" in meta)
+    tokenizer = tokenizer_of_ids(folder, V, largest, end_id, is_ours)
     V = tokenizer.vocab_size
     if smallest < 0 or largest >= V:
         advice = "check tokenizer.json, --vocab_size or --bin_dtype"
@@ -310,7 +244,7 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
         fix = "give the id that ends documents, or leave --end out"
         raise UserError(f"{folder}/{NAMES[0]} has no id {end_id}, which ends a document; {fix}")
     checksum = checksum_of(tokenizer.to_json(), arrays)
-    if "source" in meta and meta["checksum"] != checksum_with(meta, checksum):
+    if is_ours and meta["checksum"] != checksum_of("", [], meta, checksum):
         fix = "restore it, or prepare the data again"
         raise UserError(f"{folder} is damaged: its data do not have the checksum noted; {fix}")
     # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.
@@ -321,23 +255,19 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
 def tokenizer_of_ids(folder, V, largest, end_id, is_ours):
     """The tokenizer of a folder of ids up to `largest`: of its tokenizer.json, or of V numbers.
 
-    end_id: what --end says, -1 for nothing; a file made elsewhere does not know it (is_ours: the
-    folder was prepared here).
+    end_id: of --end, or -1; a file that was made elsewhere (not is_ours) does not know it.
     """
     path = folder / "tokenizer.json"
     end = False if end_id < 0 else end_id
     if path.exists():
         tokenizer = tokenizer_from_json(path)
-        takes_end = tokenizer.kind == "file" and tokenizer.end is False and not is_ours
-        if takes_end and end_id >= 0:
+        if tokenizer.kind == "file" and tokenizer.end is False and not is_ours:
             tokenizer = Tokenizer("file", tokenizer.vocab, end)
     elif V or largest < MOST:
         tokenizer = Tokenizer("id", V or largest + 1, end)
     else:
         fix = "give --bin_dtype, or --vocab_size if it is right"
         raise UserError(f"{folder} has the id {largest}: that is no usual vocabulary; {fix}")
-    if end_id >= tokenizer.vocab_size:
-        raise UserError(f"--end={end_id} must be below V = {tokenizer.vocab_size}")
     if end_id not in (-1, tokenizer.end_id):
         raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; leave it out")
     return tokenizer
@@ -353,9 +283,15 @@ def read_meta(path):
     return dict(dtype=meta.get("dtype", "uint16"))
 
 
-def checksum_of(tokenizer, arrays):
-    """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data."""
-    checksum = zlib.crc32(tokenizer.encode())
+def checksum_of(tokenizer, arrays, meta=None, checksum=0):
+    """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data.
+
+    meta: the content of meta.json, covered too but for the checksum in it
+    """
+    checksum = zlib.crc32(tokenizer.encode(), checksum)
     for piece in slices_of(arrays):
         checksum = zlib.crc32(piece, checksum)
+    if meta:
+        rest = {name: meta[name] for name in meta if name not in ("checksum", "listing")}
+        checksum = zlib.crc32(json.dumps(rest, sort_keys=True).encode(), checksum)
     return checksum

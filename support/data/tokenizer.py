@@ -5,6 +5,8 @@ import functools
 import itertools
 import json
 import re
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 
@@ -19,10 +21,12 @@ from nanomdlm.support.data.hf_tokenizer import CHUNK, HFTokenizer, explained
 from nanomdlm.support.errors import UserError
 
 KINDS = ("char", "byte", "word", "bpe")
+LEARNED = ("char", "word", "bpe")  # from a text, which takes a pass over it
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
 ADDED = ("[MASK]", "[PAD]")  # by export.py, after all tokens
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 TRIED = 1 << 20  # characters of training text with which a file is tried
+MANY = 1000  # different characters, more than a few scripts have
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
@@ -53,9 +57,9 @@ class Tokenizer:
     id     V itself: ids are shown as numbers, as their text is not known
 
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
-    others; False: there is none. mask_id: the id of [MASK]: V, after all tokens, or a token that
-    the tokenizer of an encoder has for it, which no text may have (networks/pretrained.py says so).
-    library: the HFTokenizer of a bpe or file.
+    others; False: there is none. mask_id: V, or the [MASK] that the tokenizer of an encoder has,
+    which no text may have (networks/pretrained.py sets it). library: the HFTokenizer of a bpe or
+    file.
     """
 
     def __init__(self, kind, vocab=None, end=False):
@@ -76,56 +80,44 @@ class Tokenizer:
         else:
             self.library = HFTokenizer(vocab, in_context=kind == "file")
             size = self.library.size
-        self.drops_unknown = False  # whether unknown characters are left out, not refused
-        self.end_id = size if end is True else end
-        if end is False:
-            self.end_id = None
+        self.dropped = None  # a Counter, if unknown characters are left out, not refused
+        self.end_id = {True: size, False: None}[end] if isinstance(end, bool) else end
         self.vocab_size = size + (end is True)
         self.mask_id = self.vocab_size
 
     # ---- Encoding
-    def unknown_characters(self, text):
-        """How often each character of a text occurs that has no id: a Counter."""
-        if self.kind != "char":
-            return Counter()
-        known = set(self.vocab)
-        return Counter({c: n for c, n in Counter(text).items() if c not in known})
-
-    def encode_array(self, text, before=""):
-        """Text -> (n,) integers without [END]. Raises UserError naming the unknown characters
-        or the first unknown id, and for a text that would have the id of [END].
-
-        before: the end of the text before this one, on which the ids of a tokenizer.json depend.
-        """
+    def encode_array(self, text):
+        """Text -> (n,) integers without [END]; UserError naming what has no id of a text."""
         if self.kind == "char":
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
-            if (ids < 0).any() and not self.drops_unknown:
-                unknown = name_characters(self.unknown_characters(text))
-                raise UserError(f"unknown {unknown}; remove them, or train on text that has them")
+            if (ids < 0).any():
+                unknown = Counter(map(chr, codes[ids < 0].tolist()))
+                if self.dropped is None:
+                    what = f"unknown {name_characters(unknown)}"
+                    raise UserError(f"{what}; remove them, or train on text that has them")
+                self.dropped.update(unknown)
             return ids[ids >= 0]
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
         if self.kind == "id":
-            ids = text.split()
-            for i in ids:
-                fine = re.fullmatch("[0-9]{1,10}", i) and int(i) < self.vocab
-                if not fine or int(i) == self.end_id:
-                    raise UserError(f"{i[:20]!r} is no id of a text; give ids below {self.vocab}")
-        elif self.kind == "word":
+            ids = [int(i) if i.isdecimal() else -1 for i in text.split()]
+            if any(not 0 <= i < self.vocab or i == self.end_id for i in ids):
+                raise UserError(f"{text[:40]!r} is no text of ids below {self.vocab}, as 0 6 1")
+        elif self.kind == "word":  # five times as fast as the library
             ids = []
             for word in WORD.findall(text):
                 ids += [self.index[word]] if word in self.index else word.encode()
         else:
-            ids = self.library.encode_long(text, before if self.kind == "file" else "")
+            ids = self.library.encode_long(text)
             self.check_no_end(ids)
         return np.array(ids, np.int64)
 
     def check_no_end(self, ids):
         """Raise UserError if one of the ids of a text is [END] or [MASK].
 
-        The library does not match special tokens in a text, but a model that sees the whole word
-        may still have it in its vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
+        The library finds no special token in a text, but models that see whole words may have it
+        in their vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
         """
         for id in {self.end_id, self.mask_id}.intersection(ids):
             token = self.library.library.id_to_token(id)
@@ -137,10 +129,7 @@ class Tokenizer:
         return self.encode_array(check_text(text)).tolist()
 
     def encode_lossless(self, text, after_gap=False):
-        """The ids of a user's text; raises UserError if encoding would lose some of it.
-
-        after_gap: the text follows a gap, whose tokens are not known yet.
-        """
+        """The ids of a user's text, which may follow a gap; UserError if they lose some of it."""
         if self.kind == "file":
             self.library.check_kept(text)
             if after_gap:
@@ -156,15 +145,13 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, context, text):
-        """The ids of two texts of a user, the second of which goes on after the first.
-
-        A space between them may be the end of the first or the beginning of the second.
-        """
+        """The ids of two texts of a user, the second of which goes on after the first."""
         known = self.encode_lossless(context)
         self.encode_lossless(text)
         ids = self.encode(context + text)
         n = shared(known, ids)
-        if self.decode(known[n:]).strip():  # a token is a part of both
+        # A space between them may belong to either. Any other token must not be a part of both.
+        if self.decode(known[n:]).strip():
             return known, self.encode_lossless(text, after_gap=True)
         return ids[:n], ids[n:]
 
@@ -186,7 +173,7 @@ class Tokenizer:
         return {token.content: id for id, token in added.items() if token.special}
 
     def cut(self, ids, edges):
-        """The texts of ids[: edges[0]], ids[edges[0] : edges[1]] ...; joined they are decode(ids).
+        """decode(ids) in parts, cut in front of the tokens at `edges`, which ascend.
 
         A character of several tokens belongs to the last of them.
         """
@@ -271,32 +258,29 @@ def describe(path):
     return kind, vocab, end
 
 
-def tokenizer_from_json(path):
-    """The Tokenizer in a file that to_file wrote; raises UserError for anything else."""
-    return open_as(path, *describe(path))
+def tokenizer_from_json(path, *described):
+    """The Tokenizer in a file that to_file wrote; raises UserError for anything else.
 
-
-def open_as(path, kind, vocab, end):
-    """The Tokenizer that `describe` found in a file; raises UserError if it cannot be used."""
-    try:
-        return Tokenizer(kind, vocab, end)
-    except Exception as e:
-        raise UserError(f"{path} has a tokenizer that cannot be used: {e}") from e
+    described: kind, vocab, end to take in place of what the file says
+    """
+    described = described or describe(path)
+    with explained(f"{path} has a tokenizer that cannot be used"):
+        return Tokenizer(*described)
 
 
 def tokenizer_of(folder):
     """The Tokenizer of a checkpoint, or of what export.py --to=hf wrote of a network of ours."""
     path = folder / "tokenizer.json"
-    config = read_json(folder / "config.json", "config")
     tokenizer = tokenizer_from_json(path)
-    if config.get("model_type") != "mdlm" or tokenizer.kind != "file":
+    kind = read_json(folder / "config.json", "config").get("model_type")
+    if kind != "mdlm" or tokenizer.kind != "file":
         return tokenizer
     content = read_json(path, "tokenizer")
     added = [each for each in content.get("added_tokens") or [] if each["content"] not in ADDED]
     vocab = tokenizer_json.dumps(content | dict(added_tokens=added))
     name = read_json(folder / "tokenizer_config.json", "tokenizer").get("eos_token")
     end = next((each["id"] for each in added if each["content"] == name), False)
-    return open_as(path, "file", vocab, end)
+    return tokenizer_from_json(path, "file", vocab, end)
 
 
 def open_tokenizer(path, end, end_token=""):
@@ -307,7 +291,7 @@ def open_tokenizer(path, end, end_token=""):
     kind, vocab, _ = describe(path)
     if kind == "id":
         raise UserError(f"{path} shows numbers, no text; give another tokenizer.json")
-    tokenizer = open_as(path, kind, vocab, False)
+    tokenizer = tokenizer_from_json(path, kind, vocab, False)
     specials = tokenizer.special_ids() if kind == "file" else {"[END]": True}
     names = [end_token] if end_token else END_TOKENS
     ends = [specials[name] for name in names if name in specials]
@@ -322,7 +306,7 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     if kind.endswith(".json"):
         tokenizer = open_tokenizer(kind, end, end_token)
         tokenizer.piece(0)  # refuses one whose ids cannot be shown as text
-        some = list(first_chunks(pieces(), TRIED))
+        some = first_chunks(pieces(), TRIED)
         with contextlib.suppress(UserError):  # `Source.encode` says where that text is
             if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
                 what = f"the tokenizer {kind} changes the text"
@@ -334,7 +318,11 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
         seen = np.zeros(0x110000, bool)
         for text, _ in pieces():
             seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
-        return Tokenizer("char", [chr(c) for c in seen.nonzero()[0]], end)
+        vocab = [chr(c) for c in seen.nonzero()[0]]
+        if len(vocab) > MANY:
+            what = f"the text has {len(vocab):,} different characters, each of them a token"
+            warn(f"{what}; --tokenizer=bpe learns tokens that are parts of words")
+        return Tokenizer("char", vocab, end)
     if size <= 256:
         raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes take")
     sample = first_chunks(pieces(), min(train_characters, SAMPLE))
@@ -358,14 +346,22 @@ def first_chunks(pieces, characters):
 
 
 def train_bpe(texts, size):
-    """A byte-level BPE of `size` ids, as JSON."""
+    """A byte-level BPE of `size` ids, as JSON. A terminal shows the bars of the library."""
     tokenizers = optional("tokenizers", "--tokenizer=bpe")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=False)
+    shows = sys.stderr.isatty()
+    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=shows)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, **settings)
+    began = time.monotonic()
+
+    def read():
+        yield from texts
+        if not shows and time.monotonic() - began > 10:
+            warn(f"read; now learning up to {size:,} tokens, which may take as long again")
+
     with explained("--tokenizer=bpe cannot be learned"):
-        bpe.train_from_iterator(texts, trainer)
+        bpe.train_from_iterator(read(), trainer)
     return bpe.to_str()

@@ -10,8 +10,8 @@ file   the text of a file made elsewhere, as it is; if documents end in one of i
 id     a WordLevel model of numbers, for exports alone: V of them may be too many for a file
 
 All but files have the special tokens [END] (if there are documents), [MASK] = V and [PAD] = V + 1.
-The library refuses keys that it does not know, so a file does not name its kind: `describe` guesses
-one from the vocabulary, and takes it if this writes the same file.
+The library refuses keys that it does not know, so a file cannot name its kind: `describe` takes one
+that writes the same file.
 """
 
 import contextlib
@@ -90,10 +90,9 @@ def prepend(name, id):
 
 def library(model, pre_tokenizer, decoder):
     """The JSON of the library, of these parts."""
-    content = dict(version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None)
-    return content | dict(
-        pre_tokenizer=pre_tokenizer, post_processor=None, decoder=decoder, model=model
-    )
+    parts = dict.fromkeys(("truncation", "padding", "added_tokens", "normalizer"))
+    parts |= dict(added_tokens=[], pre_tokenizer=pre_tokenizer, post_processor=None)
+    return dict(version="1.0") | parts | dict(decoder=decoder, model=model)
 
 
 def word_level(tokens):
@@ -101,12 +100,12 @@ def word_level(tokens):
     return dict(type="WordLevel", vocab=vocab, unk_token="[UNK]")  # not there: unknown is an error
 
 
-def bpe(tokens, **settings):
+def bpe(tokens, prefix=None, whole=False):
     """A BPE model without merges."""
-    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None)
-    model |= dict(end_of_word_suffix=None, fuse_unk=False, byte_fallback=False, ignore_merges=False)
+    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=prefix)
+    model |= dict(end_of_word_suffix=None, fuse_unk=False, byte_fallback=False)
     vocab = {token: i for i, token in enumerate(tokens)}
-    return model | settings | dict(vocab=vocab, merges=[])
+    return model | dict(ignore_merges=whole, vocab=vocab, merges=[])
 
 
 def split(pattern):
@@ -139,7 +138,7 @@ def words(vocab):
     steps = [split(rf" ?[{W}]+| ?[^{W}{S}]+|[{S}]"), bytes_of, mark]
     unmark = dict(type="Replace", pattern=dict(Regex=f"^({WHOLE}|{SPELLS})"), content="")
     return library(
-        bpe(tokens, continuing_subword_prefix=SPELLS, ignore_merges=True),
+        bpe(tokens, SPELLS, whole=True),
         dict(type="Sequence", pretokenizers=steps),
         dict(type="Sequence", decoders=[unmark, BYTE_LEVEL]),
     )
@@ -157,8 +156,7 @@ def describe(text):
             if to_content(*guess) == content:
                 return guess
     with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # no such name
-        names = content["post_processor"]["processors"][0]["special_tokens"]
-        ((name, token),) = names.items()
+        ((name, token),) = content["post_processor"]["processors"][0]["special_tokens"].items()
         (end,) = token["ids"]
         mark = namer(name, end)
         start = text.index(mark)
@@ -170,23 +168,19 @@ def describe(text):
 
 def guesses(content):
     """The tokenizers, as (kind, vocab, end), of which one may have this JSON."""
-    added = [token["content"] for token in content["added_tokens"]]
-    end = added == ["[END]", "[MASK]", "[PAD]"]
-    if added[end:] != ["[MASK]", "[PAD]"]:
-        return
+    end = content["added_tokens"][0]["content"] == "[END]"
     tokens = content["model"]["vocab"]
     tokens = sorted(tokens, key=tokens.get)
-    types = [content[name]["type"] for name in ("model", "decoder")]
-    if types[0] == "WordLevel":
+    if content["model"]["type"] == "WordLevel":
         yield "char", tokens, end
-    elif types[1] == "Sequence":
+    elif content["decoder"]["type"] == "Sequence":
         spelled = [token.removeprefix(WHOLE) for token in tokens[256:]]
         yield "word", [bytes(map(BYTE_OF.get, word)).decode() for word in spelled], end
     else:
         yield "byte", None, end
-        others = content["normalizer"] or content["post_processor"]
-        splits = content["pre_tokenizer"]["type"]
-        if [*types, splits, others] == ["BPE", "ByteLevel", "ByteLevel", None]:
+        parts = [content[name]["type"] for name in ("model", "pre_tokenizer", "decoder")]
+        changes = content["normalizer"] or content["post_processor"]
+        if parts == ["BPE", "ByteLevel", "ByteLevel"] and not changes:
             yield "bpe", dumps(content | dict(added_tokens=[])), end
 
 

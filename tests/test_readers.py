@@ -463,6 +463,14 @@ def test_ids_of_a_stated_width_become_windows(tmp_path, dtype, how):
     assert corpus.batch(torch.arange(8))[0].shape == (8, 32)
 
 
+def test_ids_of_32_bits_are_not_read_as_twice_as_many(tmp_path):
+    for name in ("train.bin", "val.bin"):
+        (np.arange(400) % 90).astype(np.uint32).tofile(tmp_path / name)
+    with pytest.raises(UserError, match="--bin_dtype"):
+        open_ids(tmp_path)
+    assert len(open_ids(tmp_path, bin_dtype="uint32").arrays[0]) == 400
+
+
 @pytest.mark.parametrize("written, read", [("uint16", "uint32"), ("uint8", "uint16")])
 def test_ids_of_another_width_are_not_in_the_vocabulary(tmp_path, written, read):
     write_ids(tmp_path, zipf(20_000, 200), written)

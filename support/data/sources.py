@@ -225,6 +225,11 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     is_ours = "source" in meta  # then meta.json knows the width
     dtype = meta["dtype"] if is_ours or bin_dtype == "auto" else bin_dtype
     arrays = [map_ids(folder / name, dtype) for name in NAMES]
+    if bin_dtype == "auto" and not is_ours and dtype == "uint16":
+        for ids in arrays:
+            if ids.dtype == np.uint16 and len(ids) > 64 and not ids[1 : 1 << 20 : 2].any():
+                fix = "give --bin_dtype=uint32, or uint16 if they are"
+                raise UserError(f"{folder}: every second id is 0, as of ids of 32 bits; {fix}")
     ranges = [(int(piece.min()), int(piece.max())) for piece in slices_of(arrays)]
     smallest = min(low for low, _ in ranges)
     largest = max(high for _, high in ranges)

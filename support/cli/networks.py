@@ -1,5 +1,5 @@
-"""The door to networks of Hugging Face: settings, and what opens one. The rest is in pretrained.py,
-which is imported only where such a network is asked for."""
+"""The door to networks of Hugging Face: settings, and what opens one. The rest is in
+support/networks/, which is imported only where such a network is asked for."""
 
 from dataclasses import dataclass
 
@@ -21,16 +21,16 @@ def implied(given, settings):
 
     given: the flags of a new run. settings: those of its preset
     """
-    from nanomdlm.support.networks import pretrained
+    from nanomdlm.support.networks import network
 
-    return pretrained.implied(given, settings)
+    return network.implied(given, settings)
 
 
 def open_network(config, folder=None):
-    """The pretrained.Network of a run with this Config; None: ours. folder: the checkpoint that it
+    """The networks.Network of a run with this Config; None: ours. folder: the checkpoint that it
     resumes from, or None."""
     if not config.network:
         return None
-    from nanomdlm.support.networks import pretrained
+    from nanomdlm.support.networks import network
 
-    return pretrained.open_network(config, folder)
+    return network.open_network(config, folder)

@@ -16,7 +16,6 @@ from nanomdlm.support.cli.files import to_json, writing
 from nanomdlm.support.cli.settings import NO_LIMIT
 from nanomdlm.support.cli.terminal import escaped, silence_stdout
 from nanomdlm.support.errors import SharedError
-from nanomdlm.support.networks import lora
 from nanomdlm.support.run import ranks, shards
 from nanomdlm.support.run.advice import advice
 
@@ -86,7 +85,8 @@ class Log:
         self.say(f"{text}, {run.eval_windows} validation windows, V = {run.model.vocab_size}")
         size = f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.2f} M parameters"
         if c.lora:
-            size += f" trained, of {lora.count(run.model) / 1e6:.2f} M"
+            frozen = sum(run.model.get_parameter(name).numel() for name in run.model.frozen)
+            size += f" trained, {frozen / 1e6:.2f} M frozen"
         size += f", {c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
         self.say(f"preset {c.preset}: {size}")
         limits = []

@@ -242,7 +242,7 @@ def hook_code(model):
     """The lines of the card that turn the library's output into logits of each token (B, T, V)."""
     V = model.vocab_size
     lines = [f"logits = output.logits[..., :{V}]"]
-    if not model.head_place:
+    if not model.has_head:
         lines = [f"weight = network.get_input_embeddings().weight[:{V}]"]
         lines.append("logits = output.last_hidden_state @ weight.T  # the embedding is the head")
     if model.config.shift:

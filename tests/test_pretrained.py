@@ -243,8 +243,8 @@ def test_ignored_positions_are_refused(kind, folder_of, monkeypatch):
     """Rotary ones too, which are relative: in rows of blocks a position is there twice."""
 
     def ignore(model, embedded, view):
-        given = dict(inputs_embeds=embedded, attention_mask=model.masks(view))
-        return model.call_body(**given)
+        given = dict(attention_mask=model.masks(view))
+        return model.call_body(embedded, **given)
 
     monkeypatch.setattr(Pretrained, "encode", ignore)
     with pytest.raises(UserError, match="position"):

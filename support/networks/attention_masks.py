@@ -6,6 +6,7 @@ tries a network before it is used.
 """
 
 import torch
+import torch.nn as nn
 
 from nanomdlm.kernels.reference import document_spans, is_visible
 from nanomdlm.support.networks import explain
@@ -55,84 +56,65 @@ def masks(view, windows):
     return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
 
 
-@torch.no_grad()
-def check(model):
-    """Raise UserError unless tokens of a Pretrained see what they must and nothing else, by trying.
-
-    Also unless positions count, and the logits are what its head gives.
-    """
-    model.eval()
-    ids = torch.randint(model.vocab_size, (1, N), generator=torch.Generator().manual_seed(0))
-    view = View(ids, torch.arange(N))
-    kind = model.network.config.model_type
-    with explain(f"a network of model_type {kind!r} fails with a mask and positions"):
-        check_head(model, view)
-        check_documents(model, view)
-        check_positions(model, view)
-        check_windows(model, view)
-
-
 def are_close(a, b):
     return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def check_head(model, view):
-    """The library must return what the head gives, and see all without a mask."""
-    given = []  # what Features, in place of the head, is given
-    place = model.body.get_submodule(model.head_place) if model.head_place else None
-    if place is not None:
-        hook = place.register_forward_hook(lambda module, args, out: given.append(out))
-    embedded = model.embed(view.ids)
-    plain = model.call_body(inputs_embeds=embedded)
-    if place is not None:
+@torch.no_grad()
+def check(model):
+    """Raise UserError unless tokens of a Pretrained see what they must and nothing else, by trying.
+
+    Also unless positions count, and the library's logits are what its head gives.
+    """
+    model.eval()
+    at = torch.arange(N)
+    ids = torch.randint(model.vocab_size, (1, N), generator=torch.Generator().manual_seed(0))
+    whole = View(ids, at)
+    kind = model.network.config.model_type
+
+    def require(is_right, why):
+        if not is_right:
+            model.refuse(why)
+
+    with explain(f"a network of model_type {kind!r} fails with a mask and positions"):
+        # 1. The library computes the same without a mask, and returns what its head gives.
+        embedded = model.embed(ids)
+        read = []
+        head = model.body.get_output_embeddings() or nn.Identity()
+        hook = head.register_forward_hook(lambda module, args, out: read.append(out))
+        plain = model.call_body(embedded)
         hook.remove()
-        if not torch.equal(given[0], plain):
-            model.refuse("changes its logits after the head, or has weights that are not finite")
-    if not are_close(model.encode(embedded, view), plain):
-        model.refuse("does not compute the same with positions and masks")
-
-
-def check_documents(model, view):
-    """Documents must not see each other, nor tokens what is later in a causal View."""
-    at = view.at
-    half = N // 2
-    if not influence(model, view).all():
-        model.refuse("is causal, or does not see all of a text")
-    spans = document_spans((at == half - 1)[None] | (at == N - 1))
-    documents = view._replace(at=at % half, sees=spans)
-    if not torch.equal(influence(model, documents), is_visible(spans, at)[0]):
-        model.refuse("does not obey a mask of documents")
-    # A change that has no gradient, such as the choice of an expert, must not pass either.
-    other = documents._replace(ids=view.ids.roll(1, 1).where(at >= half, view.ids))
-    if not are_close(*(model.features(each)[:, :half] for each in (documents, other))):
-        model.refuse("lets a document see another one")
-    causal = view._replace(causal=True)
-    if model.network.is_decoder and not torch.equal(influence(model, causal), at[:, None] >= at):
-        model.refuse("does not obey a causal mask")
-
-
-def check_positions(model, view):
-    """Tokens in another order, at their positions, must be the same text."""
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    embedded = model.embed(view.ids)
-    moved = model.encode(embedded[:, order], view._replace(at=order))
-    if not are_close(moved, model.encode(embedded, view)[:, order]):
-        model.refuse("does not take the positions that it is given")
-
-
-def check_windows(model, view):
-    """Layers with a sliding window must obey it: with windows of width 0 no token may see another
-    one, and all may if one kind of layers has none."""
-    windows = model.windows
-    if not any(windows.values()):
-        return
-    itself = torch.eye(N, dtype=torch.bool)
-    for free in (None, *windows):  # the kind of layers without a window
-        model.windows = {kind: None if kind == free else 0 for kind in windows}
-        wanted = itself if free is None else torch.ones_like(itself)
-        if not torch.equal(influence(model, view), wanted):
-            model.refuse("does not obey the sliding windows of its layers")
-    model.windows = windows
+        is_last = not read or torch.equal(read[0], plain)
+        require(is_last, "changes its logits after the head, or has weights that are not finite")
+        h = model.encode(embedded, whole)
+        require(are_close(h, plain), "does not compute the same with positions and masks")
+        # 2. All is seen; or each of two documents, of the first and the last half; or the past.
+        require(influence(model, whole).all(), "is causal, or does not see all of a text")
+        half = N // 2
+        spans = document_spans((at % half == half - 1)[None])
+        documents = View(ids, at % half, sees=spans)
+        is_obeyed = torch.equal(influence(model, documents), is_visible(spans, at)[0])
+        require(is_obeyed, "does not obey a mask of documents")
+        # A change that has no gradient, such as the choice of an expert, must not pass either.
+        other = documents._replace(ids=ids.roll(1, 1).where(at >= half, ids))
+        first = [model.features(view)[:, :half] for view in (documents, other)]
+        require(are_close(*first), "lets a document see another one")
+        if model.network.is_decoder:
+            past = influence(model, whole._replace(causal=True))
+            require(torch.equal(past, at[:, None] >= at), "does not obey a causal mask")
+        # 3. Tokens in another order, at their positions, are the same text.
+        order = torch.tensor([3, 0, 5, 1, 4, 2])
+        moved = model.encode(embedded[:, order], whole._replace(at=order))
+        require(are_close(moved, h[:, order]), "does not take the positions that it is given")
+        # 4. In windows of width 0 no token sees another one; all do if a kind of layers has none.
+        windows = model.windows
+        itself = torch.eye(N, dtype=torch.bool)
+        for free in (None, *windows) if any(windows.values()) else ():
+            model.windows = {kind: None if kind == free else 0 for kind in windows}
+            seen = influence(model, whole)
+            is_obeyed = seen.all() if free is not None else torch.equal(seen, itself)
+            require(is_obeyed, "does not obey the sliding windows of its layers")
+        model.windows = windows
 
 
 def influence(model, view):

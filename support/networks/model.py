@@ -6,8 +6,8 @@
     causal   a triangular mask. Otherwise nothing is causal: is_causal=False in the config makes
              decoders of the library bidirectional
 
-The head is taken out of the library's module, whose `logits` are then what the head reads (after
-the dense layer and norm of BERT, for example); it is applied at the predicted rows alone.
+The head of the library's module returns what it reads, so its `logits` are that (after the dense
+layer and norm of BERT, for example); the head is applied here, at the predicted rows alone.
 """
 
 import copy
@@ -28,18 +28,11 @@ SHIFT = "mdlm_shift"  # in the config.json of exports: whether they were trained
 NEVER = -3e4  # logit of [MASK] in the loss: its probability is 0, and float16 can hold it
 
 
-class Features(nn.Module):
-    """In place of the head: returns what the head would read."""
-
-    def forward(self, x):
-        return x
-
-
 class Pretrained(nn.Module):
     """A network of transformers that takes a View, as mdlm.Model does.
 
-    body: the library's module; its head is taken out. The weights are float32. mask_id: the id of
-    [MASK], vocab_size or an id below it. layers: the library's ModuleList of layers.
+    body: the library's module, with weights in float32. mask_id: the id of [MASK], vocab_size or an
+    id below it. layers: the library's ModuleList of layers.
     """
 
     NEVER_DRAWN = -1e4  # bias of [MASK] in exports: finite, so that guidance stays finite
@@ -55,11 +48,12 @@ class Pretrained(nn.Module):
         self.windows = attention_masks.windows_of(body.config)
         self.head = None  # the weight of the head, unless it is the embedding's
         self.bias = None  # of the head
-        self.head_place = ""  # the name of the head in the body
-        self.bias_places = []  # other names of its bias
+        self.in_body = dict(head=[], bias=[])  # the names that these have in the body
         self.mask_vector = None  # with --lora: the embedding of [MASK]
         self.frozen = set()  # with --lora: the names of parameters that are not trained
         body.config.use_cache = False
+        if getattr(body, "pooler", None) is not None:  # it makes one vector of a text
+            body.pooler = None
         takes = inspect.signature(body.forward).parameters
         self.cache_name = "cache" if "cache" in takes else "past_key_values"
         embedding = body.get_input_embeddings()
@@ -81,27 +75,29 @@ class Pretrained(nn.Module):
         raise UserError(f"the network of model_type {kind!r} {why}, so it cannot be used; {fix}")
 
     def take_head(self, head, embedding):
-        """Move the weight and bias of the head here, and put Features in its place."""
+        """Make the library's head return what it reads; its weight and bias are parameters here."""
         if not isinstance(head, nn.Linear):
             self.refuse("has no linear head")
-        self.head_place = next(name for name, m in self.body.named_modules() if m is head)
-        self.body.set_submodule(self.head_place, Features())
-        if head.weight is not embedding.weight:
-            self.head = head.weight
-        self.bias = head.bias
-        for name, module in self.body.named_modules():
-            for key, p in [*module._parameters.items()]:
-                if p is not None and p is head.bias:
-                    module.register_parameter(key, None)
-                    self.bias_places.append((name, key))
+        head.forward = what_it_reads
+        named = [*self.body.named_parameters(remove_duplicate=False)]
+        for key, p in (("head", head.weight), ("bias", head.bias)):
+            if p is not None and p is not embedding.weight:
+                setattr(self, key, p)
+            self.in_body[key] = [n for n, each in named if each is p and each is not None]
+
+    @property
+    def has_head(self):
+        return bool(self.in_body["head"])
 
     def names_in_library(self, name):
         """The names, one of which the library's files have, of a parameter or buffer of this."""
-        if name == "head":
-            return [f"{self.head_place}.weight"]
-        if name == "bias":
-            return [f"{self.head_place}.bias", *map(".".join, self.bias_places)]
-        return [name.removeprefix("body.").replace(".base_layer.", ".")]  # peft's
+        bare = name.removeprefix("body.").replace(".base_layer.", ".")  # peft's
+        return self.in_body.get(name, [bare])
+
+    def hidden(self):
+        """The names in the body of what has another name here, or is frozen."""
+        names = {f"body.{name}" for names in self.in_body.values() for name in names}
+        return self.frozen | (names - {self.embedding_name})
 
     @property
     def layers(self):
@@ -115,19 +111,19 @@ class Pretrained(nn.Module):
     def masks(self, view):
         return attention_masks.masks(view, self.windows)
 
-    def call_body(self, **inputs):
+    def call_body(self, embedded, **inputs):
         """What the library returns as logits, or the last hidden state where there is no head."""
-        result = self.body(**inputs)
+        result = self.body(inputs_embeds=embedded, **inputs)
         return result.logits if "logits" in result else result.last_hidden_state
 
     def encode(self, embedded, view):
         """What the head reads (B, N, C), from embeddings (B, N, C); each at its own position."""
         B, N, _ = embedded.shape
         at = (view.at + self.network.first_position).expand(B, N)
-        inputs = dict(inputs_embeds=embedded, position_ids=at, attention_mask=self.masks(view))
+        inputs = dict(position_ids=at, attention_mask=self.masks(view))
         if view.cache is not None:
             inputs |= {self.cache_name: view.cache.update(), "use_cache": True}
-        return self.call_body(**inputs)
+        return self.call_body(embedded, **inputs)
 
     def embed(self, ids):
         """The embeddings of ids (B, N)."""
@@ -182,16 +178,16 @@ class Pretrained(nn.Module):
                 yield name, p
 
     def state_dict(self, *args, prefix="", **more):
-        """As nn.Module's, without frozen ones."""
+        """As nn.Module's, without frozen ones; each parameter once."""
         tensors = super().state_dict(*args, prefix=prefix, **more)
-        for name in self.frozen:
+        for name in self.hidden():
             tensors.pop(prefix + name, None)
         return tensors
 
     def load_state_dict(self, tensors, strict=True, assign=False):
-        """As nn.Module's; frozen ones are not expected."""
-        frozen = {name: self.get_parameter(name) for name in self.frozen}
-        return super().load_state_dict(tensors | frozen, strict, assign)
+        """As nn.Module's; what state_dict leaves out is not expected."""
+        others = {name: self.get_parameter(name) for name in self.hidden()}
+        return super().load_state_dict(tensors | others, strict, assign)
 
     # ---- Out again
     def to_library(self, end_id=None):
@@ -201,19 +197,11 @@ class Pretrained(nn.Module):
         body = copy.deepcopy(self.body)
         rows = range(len(self.head_weight))
         never = [i for i in rows if i >= self.vocab_size or i == self.mask_id]  # to be drawn
-        if self.head_place:
-            weight = body.get_input_embeddings().weight
-            if self.head is not None:
-                weight = nn.Parameter(self.head.detach().clone())
-            rows, C = weight.shape
-            head = nn.Linear(C, rows, bias=self.bias is not None, device="meta")
-            head.weight = weight
-            if self.bias is not None:
-                head.bias = nn.Parameter(self.bias.detach().clone())
+        if self.has_head:
+            head = body.get_output_embeddings()
+            del head.forward
+            if head.bias is not None:
                 head.bias.data[never] = self.NEVER_DRAWN
-            body.set_submodule(self.head_place, head)
-            for name, key in self.bias_places:
-                body.get_submodule(name).register_parameter(key, head.bias)
         was = self.network.config
         for name in self.network.dropout_rates():  # as they were, not as --dropout trained it
             setattr(body.config, name, getattr(was, name))
@@ -245,3 +233,7 @@ class Pretrained(nn.Module):
             content = json.dumps(network.generation | ours, indent=1)
             found["generation_config.json"] = content.encode()
         return found | (network.code.sources if network.code else {})
+
+
+def what_it_reads(x):
+    return x

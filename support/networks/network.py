@@ -11,7 +11,6 @@ and is predicted at its own position.
 
 import contextlib
 import copy
-import functools
 import gc
 import json
 import re
@@ -147,7 +146,7 @@ class Network:
         with explain(f"no network of model_type {config.model_type!r} can be made"):
             kind, settings = self.maker()
             make = kind._from_config if self.code else kind.from_config
-            return without_pooler(make(config, **settings))
+            return make(config, **settings)
 
     def open(self, in_parts=False):
         """Find the weights of `folder` and try a network, before any work begins; returns itself.
@@ -166,7 +165,10 @@ class Network:
             self.try_shallow()
         elif self.folder:
             body = self.load()
-            self.find_weight = functools.partial(copy_of, body.state_dict())
+            read = body.state_dict()
+            self.find_weight = lambda names, shape: next(
+                (read[name].clone() for name in names if name in read), None
+            )
             self.try_body(body)
         else:
             self.try_body(self.make_body())
@@ -210,7 +212,7 @@ class Network:
             why = "lacks weights" if missing else "has more layers than its config.json"
             what = f"{self.folder} {why}: {min(missing or more)[:80]}"
             raise UserError(f"{what}; copy the whole model again")
-        return without_pooler(body)
+        return body
 
     def build(self, config, V, ops, shard_fn):
         """A Pretrained with the weights that were found, or with random ones.
@@ -227,7 +229,6 @@ class Network:
         # spread together with the row of [MASK], which is trained.
         layers = f"body.{model.layers_name}."
         shared = layers if config.shard else ""
-
         parameters = {name for name, _ in torch.nn.Module.named_parameters(model)}
 
         def find(name, shape):
@@ -290,18 +291,6 @@ def settings_of(config):
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def copy_of(tensors, names, shape):
-    """A copy of the tensor that has one of these names; None: there is none."""
-    return next((tensors[name].clone() for name in names if name in tensors), None)
-
-
-def without_pooler(body):
-    """An encoder of the library without the layer that makes one vector of a text."""
-    if getattr(body, "pooler", None) is not None:
-        body.pooler = None
-    return body
-
-
 # ---- Files
 def read(path, trust_remote_code):
     """The Network of a config.json of Hugging Face or of a network.json; UserError for others."""
@@ -355,14 +344,12 @@ def read_config(path, settings, code):
             getattr(config, name)
     # The trial of a network is too short to see a long window, or chunks of attention.
     settings = settings_of(config)
-    unknown = [
-        n for n in settings if "window" in n and settings[n] and n.lstrip("_") not in WINDOWS
-    ]
-    kinds = {*(settings.get("layer_types") or [])} - {"full_attention", "sliding_attention"}
-    if unknown or kinds:
-        what = [f"{name}={settings[name]}" for name in unknown] + [*map(str, kinds)]
-        fix = "give another network"
-        raise UserError(f"{path} has {', '.join(what)[:200]}, which is not known here; {fix}")
+    windows = [name for name in settings if "window" in name and settings[name]]
+    unknown = {f"{n}={settings[n]}" for n in windows if n.lstrip("_") not in WINDOWS}
+    unknown |= {*(settings.get("layer_types") or [])} - {"full_attention", "sliding_attention"}
+    if unknown:
+        what = f"{path} has {', '.join(sorted(unknown))[:200]}"
+        raise UserError(f"{what}, which is not known here; give another network")
     return config
 
 
@@ -372,9 +359,11 @@ def head_of(path, config, code):
     kind = config.model_type
     name = (config.architectures or [""])[0]
     if code is not None:  # the class of that name, else the first of the three that it has
-        heads = [head for head, each in CLASSES.items() if each in config.auto_map]
-        own = [head for head in heads if config.auto_map[CLASSES[head]].endswith(f".{name}")]
-        return (own + heads)[0]
+        classes = {head: config.auto_map.get(each, "") for head, each in CLASSES.items()}
+        found = [head for head, each in classes.items() if each.endswith(f".{name}")]
+        found += [head for head, each in classes.items() if each]
+        if found:
+            return found[0]
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if causal and (not masked or name.endswith(("ForCausalLM", "LMHeadModel"))):

@@ -124,10 +124,11 @@ def fill(model, find, prefix=""):
         is_parameter = isinstance(t, nn.Parameter)
         if not name.startswith(prefix) or (is_parameter and not t.is_meta):
             continue
-        value = find(name, t.shape)
+        value = filled[id(t)] if id(t) in filled else find(name, t.shape)
         if value is not None and is_parameter:
             place, _, key = name.rpartition(".")
-            value = filled.setdefault(id(t), nn.Parameter(value, requires_grad=t.requires_grad))
-            model.get_submodule(place)._parameters[key] = value
+            if id(t) not in filled:
+                filled[id(t)] = nn.Parameter(value, requires_grad=t.requires_grad)
+            model.get_submodule(place)._parameters[key] = filled[id(t)]
         elif value is not None:
             t.copy_(value)

@@ -85,8 +85,8 @@ class Log:
         self.say(f"{text}, {run.eval_windows} validation windows, V = {run.model.vocab_size}")
         size = f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.2f} M parameters"
         if c.lora:
-            frozen = sum(run.model.get_parameter(name).numel() for name in run.model.frozen)
-            size += f" trained, {frozen / 1e6:.2f} M frozen"
+            named = torch.nn.Module.named_parameters(run.model)  # the frozen ones too
+            size += f" trained, of {sum(p.numel() for _, p in named) / 1e6:.2f} M"
         size += f", {c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
         self.say(f"preset {c.preset}: {size}")
         limits = []

@@ -9,10 +9,8 @@ import torch
 from conftest import StopAt, losses, run_mdlm, saved
 from test_pretrained import auto, flags_of, folder_of, random_ids, some_text, tokenizer_of, view_of
 
-import eval
 import export
 import mdlm
-import sample
 from nanomdlm.support.cli import entry, signals
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import checkpoint
@@ -115,13 +113,6 @@ def test_export_merges_the_adapters(kind, runs, some_text, tmp_path):
     assert not any("lora" in name for name in theirs.state_dict())
     argv = flags_of(tmp_path / "hf", some_text, tmp_path / "again", "--max_steps=1")
     assert run_mdlm(*argv) == 0
-
-
-def test_it_writes_fills_and_is_evaluated(runs, capfd):
-    out = f"--out_dir={runs('llama')}"
-    assert entry.run(sample.main, [out, "--infill", "the [___] of"]) == 0
-    assert entry.run(eval.main, [out, "--windows=4", "--pictures=none"]) == 0
-    assert "NELBO" in capfd.readouterr().out
 
 
 def test_other_weights_are_refused(folder_of, some_text, tmp_path, capfd):

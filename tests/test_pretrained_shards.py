@@ -230,20 +230,6 @@ def test_parts_are_the_whole(kind, folder_of, tokenizer_of, tmp_path):
         assert tied == (part.head is None)
 
 
-def test_layers_are_filled_one_at_a_time(folder_of, monkeypatch):
-    """While a layer is filled, those after it have no memory."""
-    seen = []
-    fill = weights.fill
-
-    def watch(model, find, *prefix):
-        seen.append(sum(not p.is_meta for p in model.parameters()))
-        fill(model, find, *prefix)
-
-    monkeypatch.setattr(weights, "fill", watch)
-    model, _ = wrap(folder_of("llama"), shard=2)
-    assert len(seen) == len(model.layers) + 1 and seen[0] == 0 and seen == sorted(seen)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", *ENCODERS])
 def test_a_shallow_network_has_all_kinds_of_layers(kind):
     kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 2

@@ -54,7 +54,7 @@ class Tokenizer:
 
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
     others; False: there is none. mask_id: the id of [MASK]: V, after all tokens, or a token that
-    the tokenizer of an encoder has for it, which no text may have (networks/pretrained.py says so).
+    the tokenizer of an encoder has for it, which no text may have (networks/network.py says so).
     library: the HFTokenizer of a bpe or file.
     """
 

@@ -83,7 +83,7 @@ class Pretrained(nn.Module):
         for key, p in (("head", head.weight), ("bias", head.bias)):
             if p is not None and p is not embedding.weight:
                 setattr(self, key, p)
-            self.in_body[key] = [n for n, each in named if each is p and each is not None]
+            self.in_body[key] = [name for name, each in named if each is p]
 
     @property
     def has_head(self):

@@ -21,16 +21,15 @@ from types import SimpleNamespace
 import torch
 
 from nanomdlm.support.cli import files
+from nanomdlm.support.cli.networks import FILE
 from nanomdlm.support.data.chat import ChatTemplate
 from nanomdlm.support.data.sources import slices_of
 from nanomdlm.support.data.tokenizer import describe
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.networks import attention_masks, explain, library, lora, remote_code, weights
-from nanomdlm.support.networks.model import SHIFT, Pretrained
-from nanomdlm.support.run import checkpoint
+from nanomdlm.support.networks.model import Pretrained
 
 FORMAT = "mdlm-network"
-FILE = "network.json"  # in checkpoints
 MASKS = ("[MASK]", "<mask>", "<|mask|>")  # tokens that stand for a hidden one, in encoders
 MASKED, EMBEDDING, CAUSAL = "masked", "embedding", "causal"  # kinds of heads
 CLASSES = dict(masked="AutoModelForMaskedLM", causal="AutoModelForCausalLM", embedding="AutoModel")
@@ -39,11 +38,6 @@ WINDOWS = {"sliding_window", "use_sliding_window", "sliding_window_pattern", "ma
 # Settings of tokenizer_config.json that an export has again. Others say how to frame a text.
 KEPT = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 KEPT += ["padding_side", "truncation_side"]
-# What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
-# not ours.
-FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
-LORA = dict(optimizer="adamw", learning_rate=3e-3, weight_decay=0.0)
-FROM_NOTHING = dict(optimizer="muon", learning_rate=1e-3, muon_lr=0.02, weight_decay=0.1)
 
 
 @dataclass
@@ -148,11 +142,12 @@ class Network:
             make = kind._from_config if self.code else kind.from_config
             return make(config, **settings)
 
-    def open(self, in_parts=False):
+    def open(self, in_parts=False, is_base=False):
         """Find the weights of `folder` and try a network, before any work begins; returns itself.
 
         in_parts: read weights only where they are used, and try a shallow network of random ones.
-        Raises UserError for weights that are not all there, and for networks that cannot be used.
+        is_base: its weights stay as they are, and checkpoints name them (--lora). Raises UserError
+        for weights that are not all there, and for networks that cannot be used.
         """
         if self.folder is None:
             self.config.dtype = torch.float32  # of exports; here all are float32
@@ -161,8 +156,11 @@ class Network:
             with torch.device("meta"):
                 files_of_weights.check_shapes(self.make_body())
             self.find_weight = files_of_weights.find
+        if is_base:
+            self.base = lora.identity(self.folder)
         if in_parts:
             self.try_shallow()
+            gc.collect()  # modules hold each other in circles: free the memory now, not later
         elif self.folder:
             body = self.load()
             read = body.state_dict()
@@ -196,7 +194,6 @@ class Network:
     def try_shallow(self):
         other = replace(self, config=weights.shallow(self.config))
         other.try_body(other.make_body())
-        gc.collect()  # modules hold each other in circles: free the memory now, not later
 
     def load(self):
         """The library's module with the weights of `folder`; UserError if some are missing."""
@@ -324,7 +321,7 @@ def of_checkpoint(path, content, trust_remote_code):
         raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
     code = None
     if "code" in content:
-        code = remote_code.of_checkpoint(path.parent, [*content["code"]], trust_remote_code)
+        code = remote_code.Code(remote_code.read(path.parent, content["code"], trust_remote_code))
     config = read_config(path, content["config"], code)
     chat = ChatTemplate.from_json(content["chat"], path) if "chat" in content else None
     more = {name: content[name] for name in ("tokenizer", "generation", "base") if name in content}
@@ -373,97 +370,3 @@ def head_of(path, config, code):
         return MASKED if has_head else EMBEDDING
     fix = "give an encoder such as BERT or a decoder such as Llama"
     raise UserError(f"{path} has the model_type {kind!r}, which is no language model; {fix}")
-
-
-# ---- Flags
-def find_network(given):
-    """The Network that the flags of a new run ask for; None: ours."""
-    source = given.get("init_from")
-    is_trusted = given.get("trust_remote_code", False)
-    if given.get("network"):
-        if source:
-            raise UserError("--init_from brings a network; leave --network out")
-        return read(Path(given["network"]), is_trusted)
-    if checkpoint.is_foreign(source):
-        network = read(Path(source) / "config.json", is_trusted)
-        network.folder = Path(source)
-        return network
-    path = file_of_run(source)
-    network = read(path, is_trusted) if path else None
-    if network and network.base:
-        fix = "export it, which merges its adapters, and give that folder"
-        raise UserError(f"--init_from={source} is a run with --lora; {fix}")
-    return network
-
-
-def file_of_run(source):
-    """The network.json of a run or checkpoint; None if it has none."""
-    folders = [Path(source), *checkpoint.checkpoints(source)]
-    return next((p / FILE for p in folders if (p / FILE).exists()), None)
-
-
-def open_network(config, folder):
-    """The Network of a run with this Config; folder: the checkpoint that it resumes, or None."""
-    is_trusted = config.trust_remote_code
-    in_parts = bool(config.shard)
-    if folder:
-        return read(folder / FILE, is_trusted).open_checkpoint(folder, in_parts)
-    source = dict(init_from=config.init_from) if config.init_from else dict(network=config.network)
-    network = find_network(source | dict(trust_remote_code=is_trusted)).open(in_parts)
-    if config.lora:
-        network.base = lora.identity(network.folder)
-    return network
-
-
-def implied(given, settings):
-    """The settings that a pretrained network implies, beside those of the preset; {} for ours.
-
-    given: the flags of a new run. Raises UserError for flags that do not go with such a network.
-    """
-    network = find_network(given)
-    if network is None:
-        return {}
-    source = given.get("init_from")
-    sizes = network.config
-    positions = getattr(sizes, "max_position_embeddings", None) or 1 << 16
-    positions -= network.first_position
-    check_flags(given, network, positions)
-    result = dict(n_layer=sizes.num_hidden_layers, n_head=sizes.num_attention_heads)
-    result |= dict(n_embd=sizes.hidden_size, attention_every=1, conv=0, pos="learned", tie=False)
-    result |= dict(dropout=0.0, block_size=min(settings["block_size"], positions))
-    result |= FINE_TUNING if source else FROM_NOTHING
-    result |= LORA if given.get("lora") else {}
-    is_shifted = False
-    if network.folder:
-        result["network"] = str(network.folder / "config.json")
-        result["tokenizer"] = str(network.folder / "tokenizer.json")
-        is_shifted = getattr(sizes, SHIFT, network.is_decoder)
-        if not Path(result["tokenizer"]).exists():
-            fix = "save it there: save_pretrained of a fast tokenizer does"
-            raise UserError(f"--init_from={source} has no tokenizer.json; {fix}")
-    elif source:
-        path = file_of_run(source)
-        result["network"] = str(path)
-        was = files.read_json(path.with_name("config.json"), "config")["config"]
-        is_shifted = bool(was.get("shift")) or was.get("objective") == "ar"
-    result["shift"] = is_shifted and given.get("objective") != "ar"
-    return result
-
-
-def check_flags(given, network, positions):
-    """Raise UserError for flags that do not fit a pretrained network."""
-    kind = f"a network of model_type {network.config.model_type}"
-    wrong = [f"--{name}" for name in ("block_length", "shift") if given.get(name)]
-    wrong += ["--objective=ar"] if given.get("objective") == "ar" else []
-    wrong = [flag for flag in wrong if flag != "--shift" or not network.code]
-    if wrong and not network.is_decoder:
-        why = "an encoder, which predicts a token at its own position and sees what follows"
-        raise UserError(f"{wrong[0]} does not work with {kind}, {why}; leave it out")
-    if given.get("lora"):
-        lora.library()
-        if not network.folder:
-            fix = "give a folder of Hugging Face with --init_from"
-            raise UserError(f"--lora={given['lora']} needs weights to adapt; {fix}")
-    if positions < given.get("block_size", 0):
-        what = f"--block_size={given['block_size']} is above the {positions} positions of {kind}"
-        raise UserError(f"{what}; give {positions} or less")

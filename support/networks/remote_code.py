@@ -37,13 +37,8 @@ def of_folder(folder, classes, is_trusted):
     return Code(sources)
 
 
-def of_checkpoint(folder, names, is_trusted):
-    """The Code in a checkpoint, whose network.json lists these names of files."""
-    return Code(read(folder, names, is_trusted))
-
-
 def read(folder, names, is_trusted):
-    """The files of a folder, name -> bytes. UserError unless the user trusts them."""
+    """The files of a folder or checkpoint, name -> bytes. UserError unless the user trusts them."""
     if not is_trusted:
         names = ", ".join(sorted(names))[:200]
         fix = "read it, then give --trust_remote_code (in Python trust_remote_code=True)"

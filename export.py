@@ -42,8 +42,6 @@ from nanomdlm.support.data import tokenizer_json
 from nanomdlm.support.data.hf_tokenizer import explained
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.export import FOLDER
-from nanomdlm.support.networks import lora
-from nanomdlm.support.networks.pretrained import CAUSAL, NEVER_DRAWN
 from nanomdlm.support.run import checkpoint_score, plots
 from nanomdlm.support.run import config as run_config
 from nanomdlm.support.run.checkpoint import (
@@ -176,7 +174,8 @@ def card(folder, model, tokenizer, config, name):
         size=size,
         end=end,
     )
-    fields |= dict(millions=lora.count(model) / 1e6)
+    count = sum(p.numel() for _, p in torch.nn.Module.named_parameters(model))  # frozen ones too
+    fields |= dict(millions=count / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
     fields |= dict(length=length, more=min(100, length // 2), context=config.block_size)
     fields["prompt"] = tokenizer.decode([0])
@@ -187,9 +186,10 @@ def card(folder, model, tokenizer, config, name):
         network = model.network
         form = "card_network_ar.md" if config.objective == "ar" else "card_network.md"
         fields |= dict(mask_id=model.mask_id, hook=hook_code(model))
-        fields |= dict(auto=network.auto_class, kind=network.model_type, logits=true_logits(model))
+        kind = network.config.model_type
+        fields |= dict(auto=network.auto_class, kind=kind, logits=true_logits(model))
         fields |= dict(trust="", loads="it loads without code of others", needs="")
-        if network.head == CAUSAL:
+        if network.is_decoder:
             fields["needs"] = NEEDS
         if network.code:
             trust = ", trust_remote_code=True"
@@ -204,6 +204,7 @@ def tokens_of_network(model, tokenizer):
     kind, vocab = tokenizer.kind, tokenizer.vocab
     words = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
     words["model_max_length"] = model.config.block_size
+    was = model.network.tokenizer  # what came with the network
     if kind != "file":  # ours: without the [PAD] for which the network has no row
         content, end = to_library(tokenizer)
         content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != "[PAD]"]
@@ -222,11 +223,14 @@ def tokens_of_network(model, tokenizer):
             tokenizer_json.add_specials(content, library.get_vocab(), names=[mask])
         except ValueError as e:
             raise UserError(f"this tokenizer cannot be exported: {e}") from e
+    ids = tokenizer.special_ids()
+    pad = next((p for p in ("[PAD]", "<pad>") if p in ids), None)
+    words |= dict(pad_token=pad) if pad else {}
+    words |= {n: word for n, word in was.items() if word in ids or n.endswith("_side")}
     words["mask_token"] = mask
     if tokenizer.end_id is not None:
         words["eos_token"] = library.id_to_token(tokenizer.end_id)
-    pad = next((p for p in ("[PAD]", "<pad>") if p in tokenizer.special_ids()), None)
-    return content, words | (dict(pad_token=pad) if pad else {})
+    return content, words
 
 
 def true_logits(model):
@@ -238,14 +242,16 @@ def hook_code(model):
     """The lines of the card that turn the library's output into logits of each token (B, T, V)."""
     V = model.vocab_size
     lines = [f"logits = output.logits[..., :{V}]"]
-    if not model.head_place:
+    if not model.has_head:
         lines = [f"weight = network.get_input_embeddings().weight[:{V}]"]
         lines.append("logits = output.last_hidden_state @ weight.T  # the embedding is the head")
     if model.config.shift:
         shifted = "logits = torch.cat((logits[:, :1], logits[:, :-1]), 1)"
         lines.append(f"{shifted}  # a token is predicted at the one before it")
     if model.mask_id < V:
-        lines.append(f"logits[..., {model.mask_id}] = {NEVER_DRAWN:g}  # [MASK] is never drawn")
+        lines.append(
+            f"logits[..., {model.mask_id}] = {model.NEVER_DRAWN:g}  # [MASK] is never drawn"
+        )
     return "\n".join(f"    {line}" for line in lines)
 
 
@@ -267,7 +273,8 @@ def contents_of_network(folder, model, tokenizer, config, options):
         "tokenizer_config.json": json.dumps(words, indent=1).encode(),
         "README.md": text.encode(),
     }
-    return contents | model.files_of_library(tokenizer.end_id)
+    dtype = None if options.weights == "auto" else getattr(torch, options.weights)
+    return contents | model.files_of_library(tokenizer.end_id, dtype)
 
 
 def heading(text):

@@ -679,7 +679,7 @@ def load(
 
 # ---- Training
 def make_run(config, corpus, machine, pretrained=None):
-    """A Run with fresh weights on a devices.Machine. pretrained: a pretrained.Network, or ours."""
+    """A Run with fresh weights on a devices.Machine. pretrained: a networks.Network, or ours."""
     device, dtype, ops, rank, world = machine
     shard_fn = functools.partial(nn.Module.to, device=device)  # of each layer, and of the model
     if config.shard:

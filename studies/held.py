@@ -35,7 +35,7 @@ import mdlm
 from nanomdlm.support.cli.environment import optional
 from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.networks import lora, pretrained
+from nanomdlm.support.networks import library
 from nanomdlm.support.run import session, shards
 
 
@@ -49,7 +49,8 @@ def bytes_held(run):
     """{what: bytes} that this rank holds of a Run; gradients, while there are any."""
     models = (run.model, run.averaged)
     slots = [s for optimizer in run.optimizers for s in optimizer.state.values()]
-    frozen = [p for m in models for _, p in lora.all_parameters(m) if not p.requires_grad]
+    named = [pair for m in models for pair in torch.nn.Module.named_parameters(m)]
+    frozen = [p for _, p in named if not p.requires_grad]
     return dict(
         weights=size(run.model.parameters()),
         gradients=size(p.grad for p in run.model.parameters() if p.grad is not None),
@@ -76,7 +77,7 @@ FLAGS += ["--max_steps=2", "--eval_windows=2", "--optimizer=adamw", "--shard"]
 def save_network(folder, **sizes):
     """Write a random Llama and a tokenizer of bytes to a folder, as Hugging Face has them, and a
     text to train on."""
-    transformers = pretrained.library()
+    transformers = library()
     tokenizers = optional("tokenizers", "this measurement")
     config = transformers.AutoConfig.for_model("llama", **SIZES | sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -123,7 +124,8 @@ def one_step(argv, report):
         mdlm.clip(run)
         mdlm.update(run)
         found |= bytes_held(run) | dict(gradients=gradients)
-        found["parameters"] = lora.count(run.model)
+        named = torch.nn.Module.named_parameters(run.model)  # the frozen ones too
+        found["parameters"] = sum(p.numel() for _, p in named)
         report.write_text(json.dumps(found))
     return 0
 

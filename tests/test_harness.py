@@ -15,7 +15,7 @@ import sample
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.infill import likelihood
-from nanomdlm.support.networks import pretrained
+from nanomdlm.support.networks.model import Pretrained
 
 pytest.importorskip("lm_eval", reason="no lm_eval")
 from test_pretrained import flags_of, folder_of, random_ids, tokenizer_of
@@ -152,7 +152,7 @@ KINDS = ["bert", "llama"]  # an encoder with a [MASK] of its own, a decoder with
 def test_networks_of_others_give_their_probabilities(kind, adapted):
     asked = harness.Harness(adapted(kind), device="cpu")
     model, tokenizer = asked.model, asked.tokenizer
-    assert isinstance(model, pretrained.Pretrained) and model.config.shift == (kind == "llama")
+    assert isinstance(model, Pretrained) and model.config.shift == (kind == "llama")
     prompt = tokenizer.encode("the name of")
     ids = [i for i in range(model.vocab_size) if i != model.mask_id]
     logp = torch.tensor([asked.score(prompt, [i])[0] for i in ids], dtype=torch.float64)

@@ -25,7 +25,7 @@ from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.reference import block_spans, is_visible
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer
-from nanomdlm.support.networks import pretrained
+from nanomdlm.support.networks.model import Pretrained
 from nanomdlm.support.run import plots
 from nanomdlm.support.view import View
 from nanomdlm.support.web import viewer
@@ -468,7 +468,7 @@ def test_answer_on_decoders_is_what_shifted_networks_do():
     decoder = SimpleNamespace(config=SimpleNamespace(shift=True))
     decoder.embed = lambda ids: None
     decoder.encode = lambda embedded, view: h
-    features = pretrained.Pretrained.features(decoder, View(at, at))
+    features = Pretrained.features(decoder, View(at, at))
     assert torch.equal(features[..., :-1], answer["align"](h, at))
 
 

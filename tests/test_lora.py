@@ -2,16 +2,15 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
 from conftest import StopAt, losses, run_mdlm, saved
 from test_pretrained import auto, flags_of, folder_of, random_ids, some_text, tokenizer_of, view_of
 
-import eval
 import export
 import mdlm
-import sample
 from nanomdlm.support.cli import entry, signals
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import checkpoint
@@ -116,41 +115,32 @@ def test_export_merges_the_adapters(kind, runs, some_text, tmp_path):
     assert run_mdlm(*argv) == 0
 
 
-def test_it_writes_fills_and_is_evaluated(runs, capfd):
-    out = f"--out_dir={runs('llama')}"
-    assert entry.run(sample.main, [out, "--infill", "the [___] of"]) == 0
-    assert entry.run(eval.main, [out, "--windows=4", "--pictures=none"]) == 0
-    assert "NELBO" in capfd.readouterr().out
-
-
-def test_mistakes_get_one_sentence(runs, folder_of, some_text, tmp_path, capfd, monkeypatch):
-    def said(*argv):
-        assert run_mdlm(*argv) == 2
-        return capfd.readouterr().err.strip().splitlines()[-1]
-
+def test_other_weights_are_refused(folder_of, some_text, tmp_path, capfd):
+    """A run goes on only with the weights that its adapters are for, wherever a link leads."""
     folder = shutil.copytree(folder_of("llama"), tmp_path / "hf")
-    new = flags_of(folder, some_text, tmp_path / "new", *MORE)
-    network = [flag for flag in new if "init_from" not in flag] + [
-        f"--network={folder}/config.json"
-    ]
-    network.append(f"--tokenizer={folder}/tokenizer.json")
-    assert "--lora=2" in said(*network)
-    assert "--lora" in said(*(flag for flag in new if "init_from" not in flag))
-    assert "--lora" in said(*flags_of(runs("llama"), some_text, tmp_path / "new"))
-    assert run_mdlm(*new) == 0
-    (folder.rename(tmp_path / "moved"), folder.symlink_to(tmp_path / "moved"))  # as is advised
-    assert mdlm.load(tmp_path / "new")
-    (folder.unlink(), (tmp_path / "moved").rename(folder))
-    for change, words in (
-        (lambda: (folder / "model.safetensors").write_bytes(b"other"), "are not those that --lora"),
-        (lambda: shutil.rmtree(folder), "the weights that --lora adapted are no longer in"),
+    assert run_mdlm(*flags_of(folder, some_text, tmp_path / "run", *MORE)) == 0
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    assert mdlm.load(tmp_path / "run")
+    for change in (
+        lambda: (folder / "model.safetensors").write_bytes(b"other"),
+        lambda: folder.unlink(),
     ):
         change()
-        with pytest.raises(UserError, match=words):
-            mdlm.load(tmp_path / "new")
-        assert words in said("--resume", f"--out_dir={tmp_path / 'new'}", "--max_steps=9")
-    path = checkpoint.find_checkpoint(runs("bert")) / "network.json"
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    said_last = said(*flags_of(folder_of("llama"), some_text, tmp_path / "none", *MORE))
-    assert "peft" in said_last
-    assert not (tmp_path / "none").exists() and path.exists()
+        with pytest.raises(UserError, match=str(folder)):
+            mdlm.load(tmp_path / "run")
+        assert run_mdlm("--resume", f"--out_dir={tmp_path / 'run'}", "--max_steps=9") == 2
+        assert str(folder) in capfd.readouterr().err
+
+
+def test_adapters_need_weights_and_peft(runs, folder_of, some_text, tmp_path, capfd, monkeypatch):
+    argv = flags_of(folder_of("llama"), some_text, tmp_path / "new", *MORE)
+    nothing = [flag for flag in argv if "init_from" not in flag]
+    network = [f"--network={folder_of('llama')}/config.json"]
+    for flags in (nothing, nothing + network, flags_of(runs("llama"), some_text, tmp_path / "new")):
+        assert run_mdlm(*flags) == 2
+        assert "--lora" in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert run_mdlm(*argv) == 2
+    assert "peft" in capfd.readouterr().err
+    assert not (tmp_path / "new").exists()

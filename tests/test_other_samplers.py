@@ -18,7 +18,7 @@ from test_pretrained import ONE_KEY, SIZES, folder_of, random_ids, tokenizer_of,
 import export
 import mdlm
 from nanomdlm.support.cli import entry
-from nanomdlm.support.networks import pretrained
+from nanomdlm.support.networks.model import Pretrained
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -124,7 +124,7 @@ def test_each_convention_reads_our_logits_and_fills_a_text(name, exports):
     run, folder = exports(name)
     ours, tokenizer, _ = mdlm.load(run)
     x0, xt = masked_texts(tokenizer, ours.mask_id)
-    wanted = ours.eval()(view_of(xt)).detach().clamp(min=pretrained.NEVER_DRAWN)
+    wanted = ours.eval()(view_of(xt)).detach().clamp(min=Pretrained.NEVER_DRAWN)
 
     def own(x, attention_mask=None):
         return SimpleNamespace(logits=ours(view_of(x)))

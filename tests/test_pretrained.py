@@ -26,6 +26,7 @@ from conftest import (
     sign,
     tiny_flags,
 )
+from safetensors.torch import load_file, save_file
 
 import eval
 import export
@@ -34,11 +35,13 @@ import sample
 from nanomdlm.kernels.operations import REFERENCES
 from nanomdlm.kernels.reference import document_spans
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.cli import entry, networks, signals
 from nanomdlm.support.data.tokenizer import open_tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import likelihood
-from nanomdlm.support.networks import pretrained
+from nanomdlm.support.networks import network as network_file
+from nanomdlm.support.networks.attention_masks import influence
+from nanomdlm.support.networks.model import Pretrained
 from nanomdlm.support.run import checkpoint
 from nanomdlm.support.view import View
 from studies import adapt, first_token
@@ -134,7 +137,7 @@ def wrap(folder, **given):
     """(model, tokenizer) of a folder, as a run begins with it."""
     given = dict(init_from=str(folder), block_size=16) | given
     config = mdlm.run_config.new(mdlm.Config, given)
-    network = pretrained.open_network(config, None)
+    network = networks.open_network(config)
     tokenizer = open_tokenizer(folder / "tokenizer.json", False)
     network.fit(tokenizer)
     end_id = given.get("end_id")
@@ -219,7 +222,7 @@ def test_a_dropped_window_is_refused(kind, dropped, folder_of, tmp_path, monkeyp
     name = "local_attention" if kind == "modernbert" else "sliding_window"
     set_in("config.json", **{name: 4096})(folder)
     assert dropped == "all" or len(wrap(folder)[0].windows) == 2
-    encode = pretrained.Pretrained.encode
+    encode = Pretrained.encode
 
     def drop(model, embedded, view):
         windows = model.windows
@@ -230,7 +233,7 @@ def test_a_dropped_window_is_refused(kind, dropped, folder_of, tmp_path, monkeyp
         finally:
             model.windows = windows
 
-    monkeypatch.setattr(pretrained.Pretrained, "encode", drop)
+    monkeypatch.setattr(Pretrained, "encode", drop)
     with pytest.raises(UserError, match="window"):
         wrap(folder)
 
@@ -240,20 +243,11 @@ def test_ignored_positions_are_refused(kind, folder_of, monkeypatch):
     """Rotary ones too, which are relative: in rows of blocks a position is there twice."""
 
     def ignore(model, embedded, view):
-        given = dict(inputs_embeds=embedded, attention_mask=model.masks(view))
-        return pretrained.output_of(model.body(**given))
+        return model.call_body(embedded, attention_mask=model.masks(view))
 
-    monkeypatch.setattr(pretrained.Pretrained, "encode", ignore)
+    monkeypatch.setattr(Pretrained, "encode", ignore)
     with pytest.raises(UserError, match="position"):
         wrap(folder_of(kind))
-
-
-def test_unknown_window_is_refused(folder_of, tmp_path):
-    shutil.copytree(folder_of("bert"), tmp_path / "bert")
-    path = tmp_path / "bert" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | dict(attention_window=4)))
-    with pytest.raises(UserError, match="attention_window=4"):
-        wrap(tmp_path / "bert")
 
 
 @torch.no_grad()
@@ -282,8 +276,8 @@ def test_a_document_sees_no_other_one(kind, folder_of):
     alone = torch.cat([model(view_of(ids[:, i:j])) for i, j in itertools.pairwise(starts)], 1)
     assert torch.allclose(packed, alone, atol=1e-5, rtol=1e-5)
     document = at[:1].eq(0).cumsum(1)
-    influence = model.influence(View(ids[:1], at[:1], sees=document_spans(ends[:1])))
-    assert not influence[document != document.T].any() and influence.diagonal().all()
+    seen_by = influence(model, View(ids[:1], at[:1], sees=document_spans(ends[:1])))
+    assert not seen_by[document != document.T].any() and seen_by.diagonal().all()
 
 
 @torch.no_grad()
@@ -376,27 +370,28 @@ def test_vocabulary_of_a_network_may_be_padded(tokenizer_of, tmp_path):
 
 
 # ---- What a network must not do
-def test_network_that_ignores_masks_is_refused(folder_of, monkeypatch):
-    masks = pretrained.Pretrained.masks
+@pytest.mark.parametrize("kind, causal", [("bert", True), ("llama", False)])
+def test_network_that_ignores_masks_is_refused(kind, causal, folder_of, runs, monkeypatch):
+    """Where a run begins, and where a checkpoint is read: the library may be another one then.
 
-    def of_causal_views_alone(model, view):
-        return masks(model, view) if view.causal else None
+    causal: whether causal masks are obeyed, and no other ones; or the other way round
+    """
+    run = runs(kind)
+    masks = Pretrained.masks
 
-    monkeypatch.setattr(pretrained.Pretrained, "masks", of_causal_views_alone)
-    with pytest.raises(UserError, match="bert"):
-        wrap(folder_of("bert"))
+    def some(model, view):
+        if causal:
+            return masks(model, view) if view.causal else None
+        return masks(model, view._replace(causal=False))
 
-
-def test_network_that_ignores_causal_masks_is_refused(folder_of, monkeypatch):
-    masks = pretrained.Pretrained.masks
-    unmasked = lambda model, view: masks(model, view._replace(causal=False))  # noqa: E731
-    monkeypatch.setattr(pretrained.Pretrained, "masks", unmasked)
-    with pytest.raises(UserError, match="llama"):
-        wrap(folder_of("llama"))
+    monkeypatch.setattr(Pretrained, "masks", some)
+    for read in (wrap, mdlm.load):
+        with pytest.raises(UserError, match="obey"):
+            read(folder_of(kind) if read is wrap else run)
 
 
 def test_network_that_counts_positions_otherwise_is_refused(folder_of, monkeypatch):
-    monkeypatch.setattr(pretrained.Network, "first_position", 0)
+    monkeypatch.setattr(network_file.Network, "first_position", 0)
     with pytest.raises(UserError, match="roberta"):
         wrap(folder_of("roberta"))
 
@@ -412,8 +407,9 @@ def test_network_that_changes_its_logits_is_refused(tokenizer_of, tmp_path):
 # ---- The bound, by enumeration
 def small(kind, V=6, T=3, **settings):
     """A network of a few tokens, all weights random; of an encoder one of them is [MASK]."""
-    made = json.loads(random_network(kind, V).config.to_json_string(use_diff=False))
-    network = pretrained.Network(*pretrained.settings_of(ROOT / "config.json", made))
+    made = random_network(kind, V).config
+    made.is_causal = False
+    network = network_file.Network(made, "masked" if kind in ENCODERS else "causal")
     own = {"[MASK]": 2} if kind in ENCODERS else {}
     network.fit(SimpleNamespace(vocab_size=V, special_ids=lambda: own))
     config = mdlm.Config(block_size=T, n_layer=2, dropout=0, network="config.json", **settings)
@@ -590,14 +586,6 @@ def test_programs_work_with_a_network_of_others(kind, runs, tmp_path, capsys):
     assert "name" in capsys.readouterr().out
 
 
-def test_page_of_a_network_of_others_is_refused(runs, tmp_path, capsys):
-    flags = [f"--out_dir={runs('bert')}", f"--dest={tmp_path / 'it'}"]
-    assert entry.run(export.main, [*flags, "--to=page"]) == 2
-    assert "--to=page" in capsys.readouterr().err
-    assert not (tmp_path / "it").exists()
-    assert entry.run(export.main, [*flags, "--to=hf"]) == 0
-
-
 CLIENT = """
 import sys, torch, transformers
 from pathlib import Path
@@ -651,7 +639,7 @@ def test_sentence_encoder_predicts_by_its_embedding(folder_of, some_text, tmp_pa
     folder = headless(folder_of("bert"), tmp_path / "sentences")
     with torch.enable_grad():
         assert run_mdlm(*flags_of(folder, some_text, tmp_path / "out", "--max_steps=1")) == 0
-    assert mdlm.load(tmp_path / "out")[0].network.head == pretrained.EMBEDDING
+    assert mdlm.load(tmp_path / "out")[0].network.head == network_file.EMBEDDING
     model, _ = wrap(folder)
     theirs = transformers.AutoModel.from_pretrained(folder).eval()
     ids = random_ids(model, 2, 9)
@@ -793,15 +781,6 @@ def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_te
     assert torch.allclose(logp, likelihood.chain_rule(model, x), atol=1e-5)
 
 
-@pytest.mark.slow
-def test_autoregressive_decoder_becomes_diffusion(folder_of, some_text, tmp_path):
-    config = folder_of("llama") / "config.json"
-    flags = flags_of("", some_text, tmp_path / "ar", f"--network={config}", "--objective=ar")
-    assert run_mdlm(*[flag for flag in flags if not flag.startswith("--init_from")]) == 0
-    assert run_mdlm(*flags_of(tmp_path / "ar", some_text, tmp_path / "out")) == 0
-    assert mdlm.load(tmp_path / "out")[0].config.shift, "it was trained to predict the next token"
-
-
 # (network, optimizer, tolerance): Muon, the default, orthogonalizes in bfloat16.
 TRAINED = [("bert", "adamw", 1e-5), ("llama", "adamw", 1e-5), ("llama", "muon", 1e-2)]
 
@@ -841,6 +820,42 @@ def test_compiled_layers_give_the_same_losses(
         assert torch.allclose(*both, atol=max(tolerance, 1e-4))
 
 
+# ---- What came in goes out again
+@pytest.mark.parametrize("objective", ["mdlm", "ar"])
+def test_export_keeps_number_type_generation_and_tokenizer(
+    objective, tokenizer_of, some_text, tmp_path
+):
+    """Of weights in bfloat16, through a checkpoint; --weights=float32 asks for more digits."""
+    tokenizer = tokenizer_of("llama")
+    tokenizer.save(str((tmp_path / "hf").mkdir() or tmp_path / "hf" / "tokenizer.json"))
+    network = random_network("llama", tokenizer.get_vocab_size()).to(torch.bfloat16)
+    network.save_pretrained(tmp_path / "hf")
+    generation = dict(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[0, 7])
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
+    words = dict(bos_token="<|endoftext|>", padding_side="left", add_bos_token=True)
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(words))
+    out = tmp_path / "run"
+    more = ["--max_steps=1", f"--objective={objective}"]
+    assert run_mdlm(*flags_of(tmp_path / "hf", some_text, out, *more)) == 0
+    for weights in ("auto", "float32"):
+        argv = [f"--out_dir={out}", f"--dest={tmp_path / weights}", f"--weights={weights}"]
+        assert entry.run(export.main, argv) == 0
+    tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("auto", "float32")]
+    assert {t.dtype for t in tensors[0].values()} == {torch.bfloat16}
+    assert all(torch.equal(t, tensors[1][name].bfloat16()) for name, t in tensors[0].items())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "auto")
+    assert theirs.dtype == torch.bfloat16
+    kept = theirs.generation_config.to_dict()
+    assert (kept["temperature"], kept["top_p"], kept["do_sample"]) == (0.6, 0.9, True)
+    assert kept["eos_token_id"] == [0, 7]
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "auto")
+    assert exported.padding_side == "left"
+    begin = dict(mdlm="<|endoftext|>", ar="[MASK]")[objective]
+    assert exported.bos_token == begin
+    ids = tokenizer.encode("the name").ids
+    assert exported("the name")["input_ids"] == [exported.mask_token_id] * (begin == "[MASK]") + ids
+
+
 # ---- Refused
 def without(*names):
     def change(folder):
@@ -876,19 +891,27 @@ def damaged(folder):
 
 def without_head(folder):
     """The weights of a masked language model lack a part of the head."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     del tensors["cls.predictions.transform.dense.weight"]
     save_file(tensors, folder / "model.safetensors", dict(format="pt"))
 
 
 def not_finite(folder):
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     next(iter(tensors.values())).fill_(float("nan"))
     save_file(tensors, folder / "model.safetensors", dict(format="pt"))
+
+
+def with_adapters(folder):
+    """As peft leaves them beside whole weights: the library would load both."""
+    content = dict(peft_type="LORA", base_model_name_or_path="some/model")
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+
+
+def with_a_fifo(folder):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
 
 
 def with_more_tokens(folder):
@@ -902,61 +925,62 @@ def without_mask_token(folder):
     (folder / "tokenizer.json").write_text(text)
 
 
-def remote(folder):
-    places = dict(AutoConfig="configuration_new.NewConfig")
-    set_in("config.json", model_type="new", auto_map=places)(folder)
-
-
 def nothing(folder):
     pass
 
 
-# What is done to a folder of BERT, or the kind of network; flags; names that the sentence must
-# have; and flags with which it works, if any do.
+# What is done to a folder of BERT; flags; and a name that the sentence must have.
 REFUSED = [
-    (only_pickles, [], "pytorch_model.bin pickle", None),
-    (without("model.safetensors"), [], "model.safetensors", None),
-    (in_parts_of_which_one_is_missing, [], "model-00002", None),
-    (damaged, [], "model.safetensors", None),
-    (without_head, [], "cls.predictions.transform.dense.weight", None),
-    (not_finite, [], "hf", None),
-    (set_in("config.json", num_hidden_layers=1), [], "hf layers", None),
-    (set_in("config.json", hidden_size=16), [], "config.json", None),
-    (set_in("config.json", hidden_size=0), [], "hidden_size", None),
-    (set_in("config.json", model_type="nonesuch"), [], "model_type nonesuch", None),
-    (set_in("config.json", model_type="vit"), [], "vit", None),
-    (remote, [], "--trust_remote_code", None),
-    (without("tokenizer.json"), [], "tokenizer.json", None),
-    (with_more_tokens, [], "tokenizer", None),
-    (without_mask_token, [], "[MASK]", None),
-    (nothing, ["--block_size=128"], "66", ["--block_size=66"]),
-    (nothing, ["--shift"], "--shift", []),
-    (nothing, ["--objective=ar"], "--objective=ar", []),
-    (nothing, ["--block_length=4"], "--block_length", []),
-    (nothing, ["--shard"], "--shard", []),
-    (nothing, ["--tokenizer=byte"], "--init_from", []),
-    (nothing, ["--network={folder}/config.json"], "--init_from", []),
-    ("llama", ["--shift", "--objective=ar"], "", ["--objective=ar"]),
+    (only_pickles, [], "pytorch_model.bin"),
+    (without("model.safetensors"), [], "model.safetensors"),
+    (in_parts_of_which_one_is_missing, [], "model-00002"),
+    (damaged, [], "model.safetensors"),
+    (with_a_fifo, [], "model.safetensors"),
+    (with_adapters, [], "adapters"),
+    (without_head, [], "cls.predictions.transform.dense.weight"),
+    (not_finite, [], "finite"),
+    (set_in("config.json", num_hidden_layers=1), [], "layers"),
+    (set_in("config.json", hidden_size=16), [], "config.json"),
+    (set_in("config.json", model_type="nonesuch"), [], "nonesuch"),
+    (set_in("config.json", model_type="vit"), [], "vit"),
+    (set_in("config.json", attention_window=4096), [], "attention_window"),
+    (without("tokenizer.json"), [], "tokenizer.json"),
+    (with_more_tokens, [], "tokenizer"),
+    (without_mask_token, [], "[MASK]"),
+    (nothing, ["--block_size=128"], "66"),
+    (nothing, ["--shift"], "--shift"),
+    (nothing, ["--objective=ar"], "--objective=ar"),
+    (nothing, ["--block_length=4"], "--block_length"),
+    (nothing, ["--network={folder}/config.json"], "--init_from"),
 ]
 
 
-@pytest.mark.parametrize("change, flags, names, helps", REFUSED)
-def test_refused_and_what_helps(change, flags, names, helps, folder_of, some_text, tmp_path, capfd):
-    """One sentence, exit code 2, and nothing is left."""
-    kind = change if isinstance(change, str) else "bert"
-    folder = shutil.copytree(folder_of(kind), tmp_path / "hf")
-    if callable(change):
-        change(folder)
+@pytest.mark.parametrize("change, flags, name", REFUSED)
+def test_a_folder_that_does_not_fit_is_refused(
+    change, flags, name, folder_of, some_text, tmp_path, capfd
+):
+    """By one sentence, exit code 2, and nothing is left."""
+    folder = shutil.copytree(folder_of("bert"), tmp_path / "hf")
+    change(folder)
     capfd.readouterr()
-    out = tmp_path / "out"
-    base = flags_of(folder, some_text, out, "--max_steps=1")
-    assert run_mdlm(*base, *(flag.format(folder=folder) for flag in flags)) == 2
-    said = capfd.readouterr().err.strip().splitlines()
-    assert all(name in said[-1] for name in names.split()), said
-    assert "Traceback" not in "".join(said), said
-    assert not out.exists()
-    if helps is not None:
-        assert run_mdlm(*base, *helps) == 0
+    flags = [flag.format(folder=folder) for flag in flags]
+    assert run_mdlm(*flags_of(folder, some_text, tmp_path / "out", "--max_steps=1", *flags)) == 2
+    said = capfd.readouterr().err
+    assert name in said and "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [{}, dict(shard=2)])
+def test_sizes_beyond_the_weights_take_no_memory(more, folder_of, tmp_path, monkeypatch):
+    """They are compared with the header of the file before anything is built."""
+    folder = shutil.copytree(folder_of("llama"), tmp_path / "hf")
+    set_in("config.json", vocab_size=1 << 24)(folder)
+    built = []
+    monkeypatch.setattr(network_file.Network, "load", lambda self: built.append(1))
+    monkeypatch.setattr(network_file.Network, "try_body", lambda self, body: built.append(1))
+    with pytest.raises(UserError, match=f"{1 << 24}"):
+        wrap(folder, **more)
+    assert not built
 
 
 def test_without_the_library_one_sentence_says_what_to_install(
@@ -969,51 +993,15 @@ def test_without_the_library_one_sentence_says_what_to_install(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_old_library_is_refused(folder_of, monkeypatch):
-    folder = folder_of("bert")
-    library = sys.modules["transformers"]  # it has put another one there since it was imported
-    monkeypatch.setattr(library, "__version__", "4.57.1")
-    with pytest.raises(UserError, match=r"4\.57\.1"):
-        wrap(folder)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        dict(mask_id=-1),
-        dict(mask_id="4"),
-        dict(head=["masked"]),
-        dict(version=2),
-        dict(mask_id=300),
-        dict(mask_id=301),
-    ],
-)
-def test_forged_network_is_refused(values, runs, tmp_path):
-    folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
-    set_in("network.json", **values)(folder)
-    sign(folder)
-    with pytest.raises(UserError):
-        mdlm.load(folder, kernel="torch")
-
-
-@pytest.mark.parametrize("what", ["ids", "network"])
-def test_damaged_checkpoint_is_refused(what, runs, tmp_path):
-    """network.json is a part of the checkpoint: by its sum, and by what it says."""
-    folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
-    network = json.loads((folder / "network.json").read_text())
-    network["mask_id"] = -1 if what == "ids" else 4
-    (folder / "network.json").write_text(json.dumps(network))
-    with pytest.raises(UserError, match=r"network\.json"):
-        mdlm.load(folder)
-
-
-def test_forged_network_takes_no_memory(runs, tmp_path):
-    """A checkpoint whose network.json asks for more weights than it has."""
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_damaged_checkpoint_is_refused(is_signed, runs, tmp_path):
+    """By its sums. Of a forged one network.json must not ask for more weights than it has."""
     folder = shutil.copytree(checkpoint.find_checkpoint(runs("bert")), tmp_path / "step-2")
     network = json.loads((folder / "network.json").read_text())
     network["config"] |= dict(hidden_size=1 << 14, intermediate_size=1 << 20)
     (folder / "network.json").write_text(json.dumps(network))
-    sign(folder)
+    if is_signed:
+        sign(folder)
     with pytest.raises(UserError):
         mdlm.load(folder, kernel="torch")
 
@@ -1160,17 +1148,6 @@ def test_first_tokens_are_measured(runs, capsys):
     )
 
 
-def test_mask_counts_are_as_asked():
-    """The token asked for is masked, and count - 1 others."""
-    x0 = torch.arange(40).view(4, 10)
-    counts = torch.tensor([1, 4, 7, 10])
-    g = torch.Generator().manual_seed(0)
-    xt = first_token.mask_with(x0, 3, counts, 99, g)
-    assert torch.equal((xt == 99).sum(1), counts)
-    assert (xt[:, 3] == 99).all()
-    assert torch.equal(xt[xt != 99], x0[xt != 99])
-
-
 # ---- Other families (docs/pretrained.md names them): tiny random networks, tried as all are
 HEADS = dict(num_key_value_heads=1, head_dim=16)
 EXPERTS = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32) | ONE_KEY
@@ -1222,13 +1199,13 @@ def open_random(kind, more, folder):
     path = folder / "config.json"
     path.write_text(config.to_json_string(use_diff=False))
     torch.manual_seed(0)
-    return pretrained.read(path, False).open()
+    return network_file.read(path, False).open()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_families_pass(kind, tmp_path):
-    assert open_random(kind, OTHERS[kind], tmp_path).is_checked
+    open_random(kind, OTHERS[kind], tmp_path)
 
 
 @pytest.mark.slow

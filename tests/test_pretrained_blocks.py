@@ -194,14 +194,6 @@ def test_nelbo_of_blocks_is_that_of_enumeration(folder_of):
         assert found["nelbo"] == pytest.approx(wanted.item(), abs=5 * found["se"] + 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["bert"])
-def test_an_encoder_in_blocks_is_refused(kind, folder_of, some_text, tmp_path, capfd):
-    argv = flags_of(folder_of(kind), some_text, tmp_path / "out", f"--block_length={S}")
-    assert run_mdlm(*argv) == 2
-    assert "--block_length" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 # ---- Prompts and answers
 SOUNDS = {"cat": "meow", "a dog": "woof", "the old cow": "moo", "me": "i am a model"}
 

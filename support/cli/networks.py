@@ -1,9 +1,21 @@
-"""The door to networks of Hugging Face: settings, and what opens one. The rest is in pretrained.py,
-which is imported only where such a network is asked for."""
+"""The door to pretrained networks: settings, what flags imply, and what opens one. The rest is in
+support/networks/, which is imported only where such a network is asked for."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from nanomdlm.support.cli import files
+from nanomdlm.support.cli.environment import optional
 from nanomdlm.support.cli.settings import Natural, Reads
+from nanomdlm.support.errors import UserError
+from nanomdlm.support.run import checkpoint
+
+FILE = "network.json"  # in checkpoints
+# What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
+# not ours.
+FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
+LORA = dict(optimizer="adamw", learning_rate=3e-3, weight_decay=0.0)
+FROM_NOTHING = dict(optimizer="muon", learning_rate=1e-3, muon_lr=0.02, weight_decay=0.1)
 
 
 @dataclass
@@ -16,28 +28,99 @@ class NetworkSettings:
     trust_remote_code: bool = False  # allow custom code from the checkpoint (never saved)
 
 
-def implied(given, settings):
-    """The settings that --network or --init_from implies; {} for a network of ours.
+def find_network(given):
+    """The Network that the flags of a new run ask for; None: ours."""
+    from nanomdlm.support.networks import network
 
-    given: the flags of a new run. settings: those of its preset
-    """
-    from nanomdlm.support.networks import pretrained
+    source = given.get("init_from")
+    is_trusted = given.get("trust_remote_code", False)
+    if given.get("network"):
+        if source:
+            raise UserError("--init_from brings a network; leave --network out")
+        return network.read(Path(given["network"]), is_trusted)
+    if checkpoint.is_foreign(source):
+        found = network.read(Path(source) / "config.json", is_trusted)
+        found.folder = Path(source)
+        return found
+    path = file_of_run(source)
+    found = network.read(path, is_trusted) if path else None
+    if found and found.base:
+        fix = "export it, which merges its adapters, and give that folder"
+        raise UserError(f"--init_from={source} is a run with --lora; {fix}")
+    return found
 
-    return pretrained.implied(given, settings)
+
+def file_of_run(source):
+    """The network.json of a run or checkpoint; None if it has none."""
+    folders = [Path(source), *checkpoint.checkpoints(source)]
+    return next((p / FILE for p in folders if (p / FILE).exists()), None)
 
 
 def open_network(config, folder=None):
-    """The pretrained.Network of a run with this Config; None: ours. folder: the checkpoint that it
-    resumes from, or None."""
+    """The Network of a run with this Config; None: ours. folder: the checkpoint that it resumes
+    from, or None."""
     if not config.network:
         return None
-    from nanomdlm.support.networks import pretrained
+    from nanomdlm.support.networks import network
 
-    return pretrained.open_network(config, folder)
+    in_parts = bool(config.shard)
+    is_trusted = config.trust_remote_code
+    if folder:
+        return network.read(folder / FILE, is_trusted).open_checkpoint(folder, in_parts)
+    source = dict(init_from=config.init_from) if config.init_from else dict(network=config.network)
+    found = find_network(source | dict(trust_remote_code=is_trusted))
+    return found.open(in_parts, is_base=bool(config.lora))
 
 
-def count(model):
-    """The number of all weights of a run with --lora, also of those that it does not train."""
-    from nanomdlm.support.networks import lora
+def implied(given, settings):
+    """The settings that a pretrained network implies, beside those of the preset; {} for ours.
 
-    return lora.count(model)
+    given: the flags of a new run. Raises UserError for flags that do not go with such a network.
+    """
+    network = find_network(given)
+    if network is None:
+        return {}
+    source = given.get("init_from")
+    sizes = network.config
+    positions = getattr(sizes, "max_position_embeddings", None) or 1 << 16
+    positions -= network.first_position
+    check_flags(given, network, positions)
+    result = dict(n_layer=sizes.num_hidden_layers, n_head=sizes.num_attention_heads)
+    result |= dict(n_embd=sizes.hidden_size, attention_every=1, conv=0, pos="learned", tie=False)
+    result |= dict(dropout=0.0, block_size=min(settings["block_size"], positions))
+    result |= FINE_TUNING if source else FROM_NOTHING
+    result |= LORA if given.get("lora") else {}
+    is_shifted = False
+    if network.folder:
+        result["network"] = str(network.folder / "config.json")
+        result["tokenizer"] = str(network.folder / "tokenizer.json")
+        is_shifted = getattr(sizes, "mdlm_shift", network.is_decoder)
+        if not Path(result["tokenizer"]).exists():
+            fix = "save it there: save_pretrained of a fast tokenizer does"
+            raise UserError(f"--init_from={source} has no tokenizer.json; {fix}")
+    elif source:
+        path = file_of_run(source)
+        result["network"] = str(path)
+        was = files.read_json(path.with_name("config.json"), "config")["config"]
+        is_shifted = bool(was.get("shift")) or was.get("objective") == "ar"
+    result["shift"] = is_shifted and given.get("objective") != "ar"
+    return result
+
+
+def check_flags(given, network, positions):
+    """Raise UserError for flags that do not fit a pretrained network."""
+    kind = f"a network of model_type {network.config.model_type}"
+    wrong = [f"--{name}" for name in ("block_length", "shift") if given.get(name)]
+    wrong += ["--objective=ar"] if given.get("objective") == "ar" else []
+    wrong = [flag for flag in wrong if flag != "--shift" or not network.code]
+    if wrong and not network.is_decoder:
+        why = "an encoder, which predicts a token at its own position and sees what follows"
+        raise UserError(f"{wrong[0]} does not work with {kind}, {why}; leave it out")
+    if given.get("lora"):
+        optional("peft", "--lora")
+        if not network.folder:
+            fix = "give a folder of Hugging Face with --init_from"
+            raise UserError(f"--lora={given['lora']} needs weights to adapt; {fix}")
+    if positions < given.get("block_size", 0):
+        what = f"--block_size={given['block_size']} is above the {positions} positions of {kind}"
+        raise UserError(f"{what}; give {positions} or less")

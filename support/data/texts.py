@@ -39,7 +39,7 @@ def prepare(config, folder, tokenizer=None, network=None):
     """Tokenize config.data into `folder`: nine tenths of its text train, the rest validates.
 
     tokenizer: that of a model to start from, else config.tokenizer says which one is made.
-    network: a pretrained.Network, or None: ours
+    network: a networks.Network, or None: ours
     """
     template = network.chat if network else getattr(tokenizer, "chat", None)
     source = open_source(config, template)

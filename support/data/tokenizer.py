@@ -58,7 +58,7 @@ class Tokenizer:
 
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
     others; False: there is none. mask_id: V, or the [MASK] that the tokenizer of an encoder has,
-    which no text may have (networks/pretrained.py sets it). library: the HFTokenizer of a bpe or
+    which no text may have (networks/network.py sets it). library: the HFTokenizer of a bpe or
     file.
     """
 

@@ -1,22 +1,22 @@
-"""LoRA (Hu et al., 2106.09685) by the peft library: --lora=R trains a network of others little.
+"""LoRA (Hu et al., 2106.09685) by the peft library: --lora=R trains adapters, not the weights.
 
-What is trained are adapters of rank R, beside each linear map of the layers, and the embedding of
-[MASK]. The parameters of a network are then these alone, for whoever asks it (named_parameters,
-state_dict): so optimizers, averages, gradients and checkpoints hold the trained ones, without
-knowing of LoRA. PyTorch's FSDP asks each module, so --shard spreads the other weights too.
+Trained are adapters of rank R, beside each linear map of the layers, and the embedding of [MASK].
+`Pretrained.named_parameters` and `state_dict` give these alone. So optimizers, averages, gradients,
+and checkpoints hold what is trained, without knowing of LoRA. PyTorch's FSDP asks each module, so
+--shard spreads the other weights too.
 
 A checkpoint's network.json names the folder of the weights and their checksums. `merge` adds the
 adapters to the weights, for an export.
 """
 
 import copy
-import hashlib
 import zlib
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 
+from nanomdlm.support.cli import files
 from nanomdlm.support.cli.environment import optional
 from nanomdlm.support.errors import UserError
 
@@ -29,36 +29,27 @@ def library():
 # ---- Which weights
 def identity(folder):
     """{"folder": its path, "sha256": {name of a file: its checksum}} of the weights in a folder."""
-    sums = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with open(path, "rb") as f:
-            sums[path.name] = hashlib.file_digest(f, "sha256").hexdigest()
+    paths = [path for path in sorted(Path(folder).glob("*.safetensors")) if path.is_file()]
+    sums = {path.name: files.sha256_of(path) for path in paths}
     return dict(folder=str(Path(folder).resolve()), sha256=sums)
 
 
-def check_identity(base, path):
+def check_identity(base):
     """Raise UserError unless the weights that a network.json names are there and as they were.
 
-    base: what `identity` gave; path: the network.json
+    base: what `identity` gave
     """
-    known = isinstance(base, dict) and isinstance(base.get("folder"), str)
-    if not known or not isinstance(base.get("sha256"), dict) or not base["sha256"]:
-        raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
     folder = Path(base["folder"])
-    fix = "restore them there, or make a symbolic link there"
-    if not (folder / "config.json").is_file():
-        what = f"the weights that --lora adapted are no longer in {folder}"
-        raise UserError(f"{what}; {fix}")
     if identity(folder)["sha256"] != base["sha256"]:
-        raise UserError(f"the weights in {folder} are not those that --lora adapted; {fix}")
+        fix = "restore them there, or make a symbolic link there"
+        raise UserError(f"the weights that --lora adapted are no longer in {folder}; {fix}")
 
 
 # ---- Adapters
-def add(model, rank, dropout, seed):
+def add(model, rank, dropout):
     """Add adapters to the layers of a Pretrained, and freeze its other weights; [MASK] is learned.
 
-    Of B A, which is added to a linear map, B is zero at first, so nothing changes. What is added to
-    a network on the meta device is there too.
+    The network is on the meta device, and so is what is added. `first_value` has the values.
     """
     peft = library()
     from transformers.pytorch_utils import Conv1D  # linear maps of GPT-2, with W transposed
@@ -71,19 +62,19 @@ def add(model, rank, dropout, seed):
     peft.inject_adapter_in_model(peft.LoraConfig(**settings), model.body)
     embedding = model.body.get_input_embeddings()
     model.mask_vector = nn.Parameter(mask_vector(embedding, embedding.weight, model.mask_id))
-    freeze(model)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if is_adapter(name) and not p.is_meta:
-                p.copy_(first_value(name, p.shape, seed))
+    for name, p in [*nn.Module.named_parameters(model, remove_duplicate=False)]:
+        if not is_trained(name):
+            p.requires_grad_(False)
+            model.frozen.add(name)
 
 
-def is_adapter(name):
-    return "lora_" in name
+def is_trained(name):
+    return "lora_" in name or name == "mask_vector"
 
 
 def first_value(name, shape, seed):
-    """The values with which an adapter begins: B zeros, A (R, inputs) as nn.Linear draws them.
+    """The values with which an adapter begins: B zeros, so that nothing changes at first, and A
+    (R, inputs) as nn.Linear draws them.
 
     They depend on the name and the seed alone, so they are equal however many ranks make them.
     """
@@ -101,26 +92,7 @@ def mask_vector(embedding, weight, mask_id):
     return torch.func.functional_call(embedding, dict(weight=weight), (at,))[0].clone()
 
 
-def freeze(model):
-    """Freeze every parameter that is not trained; model.frozen has their names."""
-    model.frozen = set()
-    for name, p in [*nn.Module.named_parameters(model, remove_duplicate=False)]:
-        if not is_adapter(name) and name != "mask_vector":
-            p.requires_grad_(False)
-            model.frozen.add(name)
-
-
-def all_parameters(model):
-    """(name, parameter) of a network, of a Pretrained the frozen ones too."""
-    return nn.Module.named_parameters(model)
-
-
-def count(model):
-    """How many weights a network has, the frozen ones of a Pretrained among them."""
-    return sum(p.numel() for _, p in all_parameters(model))
-
-
-def share(model, other, within=""):
+def share(model, other, within):
     """Give `other` the frozen weights of `model`, so that they are in memory once.
 
     within: beginning of the names of those that are shared
@@ -136,7 +108,7 @@ def share(model, other, within=""):
 def merge(model):
     """A copy of a Pretrained with its adapters added to its weights, parameters as before `add`."""
     model = copy.deepcopy(model)
-    model.frozen = None
+    model.frozen = set()
     model.requires_grad_(True)
     base_kind = library().tuners.tuners_utils.BaseTunerLayer
     for name, module in [*model.body.named_modules()]:

@@ -1,8 +1,8 @@
-"""Code that comes with a network of others: *.py files that the auto_map of its config.json names.
+"""Code that comes with a network: *.py files that the auto_map of its config.json names.
 
-Such code can do whatever its user can. So it is imported only where --trust_remote_code is given on
+Such code can do whatever its user can. So it is imported only if --trust_remote_code is given on
 that very command line: checkpoints travel, and nothing in them says that they are trusted. The
-files travel with them, and network.json has their checksums.
+files travel with them.
 """
 
 import hashlib
@@ -11,11 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanomdlm.support.cli import files
 from nanomdlm.support.cli.environment import optional
 from nanomdlm.support.errors import UserError
 
-MOST = 1 << 24  # bytes of a file
 PACKAGES = {}  # what was imported: name of a package -> its folder, which transformers reads too
 
 
@@ -28,60 +26,30 @@ def classes_of(settings):
     return {key: name for key, name in names.items() if isinstance(name, str)}
 
 
-def check_trust(is_trusted, where, names):
-    """Raise UserError unless the user trusts the files `names` of the folder `where`."""
+def of_folder(folder, classes, is_trusted):
+    """The Code in a folder of Hugging Face; classes: what classes_of gave."""
+    module = optional("transformers.dynamic_module_utils", "a network of Hugging Face")
+    names = {f"{name.partition('.')[0]}.py" for name in classes.values()}
+    sources = read(folder, names, is_trusted)
+    for name in names:
+        more = {Path(path).name for path in module.get_relative_import_files(folder / name)}
+        sources |= read(folder, more - sources.keys(), is_trusted)
+    return Code(sources)
+
+
+def read(folder, names, is_trusted):
+    """The files of a folder or checkpoint, name -> bytes. UserError unless the user trusts them."""
     if not is_trusted:
         names = ", ".join(sorted(names))[:200]
         fix = "read it, then give --trust_remote_code (in Python trust_remote_code=True)"
-        what = f"the network of {where} is code of others ({names})"
-        raise UserError(f"{what}, never run unasked; {fix}")
-
-
-def of_folder(path, classes, is_trusted):
-    """The Code beside a config.json; classes: what classes_of gave."""
-    folder = path.parent
-    if elsewhere := [name for name in classes.values() if "--" in name]:
-        where = elsewhere[0].partition("--")[0][:80]
-        fix = "copy its *.py files beside it, and remove that name and -- from auto_map"
-        raise UserError(f"{path} takes code from {where} of a hub, which is never asked; {fix}")
-    module = optional("transformers.dynamic_module_utils", "a network of Hugging Face")
-    names = {f"{name.partition('.')[0]}.py" for name in classes.values()}
-    check_trust(is_trusted, folder, names)
-    if outside := [name for name in names if Path(name).name != name or name == ".py"]:
-        fix = "copy its *.py files beside it, and name them MODULE.CLASS in auto_map"
-        raise UserError(f"{path} takes code from {outside[0][:80]}, which is not beside it; {fix}")
-    try:
-        for name in [*names]:
-            names |= {Path(p).name for p in module.get_relative_import_files(folder / name)}
-        return Code({name: read_source(folder / name) for name in sorted(names)})
-    except (OSError, ValueError) as e:
-        fix = "copy all files of the model there"
-        raise UserError(f"the code in {folder} cannot be read ({e}); {fix}") from e
-
-
-def of_checkpoint(path, listed, is_trusted):
-    """The Code beside a network.json; listed: what Code.listed gave when it was written."""
-    folder = path.parent
-    names = [*listed] if isinstance(listed, dict) else []
-    if not names or any(Path(name).name != name or not name.endswith(".py") for name in names):
-        raise UserError(f"{path} is damaged, or of a later version; restore it from a copy")
-    check_trust(is_trusted, folder, names)
-    try:
-        code = Code({name: read_source(folder / name) for name in names})
-    except (OSError, ValueError) as e:
-        raise UserError(f"the code in {folder} cannot be read ({e}); restore it from a copy") from e
-    for name, digest in code.listed().items():
-        if listed[name] != digest:
-            raise UserError(f"{folder / name} is not what {path.name} says; restore it from a copy")
-    return code
-
-
-def read_source(path):
-    """The bytes of a file of code; raises OSError or ValueError where there are none, or many."""
-    if path.stat().st_size > MOST:
-        raise ValueError(f"{path.name} has more than {MOST} bytes")
-    with files.open_regular(path) as f:
-        return f.read()
+        what = f"the network of {folder} comes with code ({names}), which never runs unasked"
+        raise UserError(f"{what}; {fix}")
+    for name in names:
+        path = folder / name
+        if Path(name).name != name or not path.is_file():  # of a hub, for example: repo--name.py
+            fix = "copy all files of the model there, and name them MODULE.CLASS in auto_map"
+            raise UserError(f"{folder} takes code from {name[:80]}, which is not there; {fix}")
+    return {name: (folder / name).read_bytes() for name in sorted(names)}
 
 
 class Code:
@@ -90,25 +58,21 @@ class Code:
     def __init__(self, sources):
         self.sources = sources
 
-    def listed(self):
-        """Name of a file -> its sha256."""
-        return {name: hashlib.sha256(text).hexdigest() for name, text in self.sources.items()}
-
     def find(self, name):
         """The class that an auto_map calls MODULE.CLASS; raises what the import raises.
 
         The files are imported as a package of this process. (transformers copies them to the user's
         cache first, where ranks that begin together would write over each other.)
         """
-        digest = hashlib.sha256(repr(sorted(self.listed().items())).encode()).hexdigest()
+        digest = hashlib.sha256(repr(sorted(self.sources.items())).encode()).hexdigest()
         package = f"mdlm_remote_{digest[:16]}"
         if package not in sys.modules:
             folder = tempfile.TemporaryDirectory(prefix="mdlm-code-")
-            for file, text in ({"__init__.py": b""} | self.sources).items():
-                files.write_synced(Path(folder.name) / file, text)
+            begin = Path(folder.name) / "__init__.py"
+            for file, text in {"__init__.py": b"", **self.sources}.items():
+                (Path(folder.name) / file).write_bytes(text)
             PACKAGES[package] = folder
             places = dict(submodule_search_locations=[folder.name])
-            begin = Path(folder.name) / "__init__.py"
             spec = importlib.util.spec_from_file_location(package, begin, **places)
             sys.modules[package] = importlib.util.module_from_spec(spec)
         module, _, kind = name.partition(".")

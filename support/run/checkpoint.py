@@ -343,7 +343,7 @@ def read_calibration(folder):
 def check_size(folder, config, tokenizer, network):
     """Raise UserError if model.safetensors fits neither its tokenizer.json nor its config.
 
-    network: a pretrained.Network; None: ours. Only sizes are read: a file may be forged or damaged.
+    network: a networks.Network; None: ours. Only sizes are read: a file may be forged or damaged.
     """
     vocab_size = tokenizer.vocab_size
     path = folder / "model.safetensors"
@@ -356,9 +356,9 @@ def check_size(folder, config, tokenizer, network):
         fix = "take an earlier checkpoint, or restore the file that was changed"
         raise UserError(f"{what} has vectors of {shape[0] - after}; {fix}")
     if network:
-        least = network.count_weights(tokenizer)
-    else:
-        least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
+        network.fit(tokenizer)  # its sizes were compared when it was opened
+        return
+    least = config.n_embd * (8 * config.n_layer * config.n_embd + vocab_size)
     if path.stat().st_size < 2 * least:  # a number has 2 or 4 bytes
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 

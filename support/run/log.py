@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import environment, networks, progress
+from nanomdlm.support.cli import environment, progress
 from nanomdlm.support.cli.devices import flops_per_token, peak_flops
 from nanomdlm.support.cli.files import to_json, writing
 from nanomdlm.support.cli.settings import NO_LIMIT
@@ -85,7 +85,8 @@ class Log:
         self.say(f"{text}, {run.eval_windows} validation windows, V = {run.model.vocab_size}")
         size = f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.2f} M parameters"
         if c.lora:
-            size += f" trained, of {networks.count(run.model) / 1e6:.2f} M"
+            named = torch.nn.Module.named_parameters(run.model)  # the frozen ones too
+            size += f" trained, of {sum(p.numel() for _, p in named) / 1e6:.2f} M"
         size += f", {c.n_layer} layers x {c.n_embd}, context {c.block_size}, batch {c.batch_size}"
         self.say(f"preset {c.preset}: {size}")
         limits = []

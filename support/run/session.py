@@ -136,7 +136,7 @@ class Session:
         return self.run.step == self.ended_at
 
     def open_source(self, load):
-        """(a pretrained.Network or None: ours, what load(--init_from) returns or None)."""
+        """(a networks.Network or None: ours, what load(--init_from) returns or None)."""
         config = self.config
         if not (config.network or config.init_from):
             return None, None

@@ -3,10 +3,14 @@
 So the programs start without them, and work where they have been removed.
 """
 
+from nanomdlm.support.cli import environment
+
 
 def automata():
     """Regular expressions as automata over tokens."""
     from nanomdlm.support.constrain import automaton
+
+    environment.optional("outlines_core", "a gap that must match")
 
     return automaton
 

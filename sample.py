@@ -823,7 +823,9 @@ def search(
     return writer.filling(segments, top, max_gap, deadline=began + seconds).finish(limit)
 
 
-def fix(model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0) -> tuple[str, list]:
+def fix(
+    model: mdlm.Model, tokenizer: Tokenizer, text: str, caution: float = 0.0
+) -> tuple[str, list]:
     """Proofread a text: (text, changes), the new text and a list of changes.Change.
 
     caution: nats that a change must gain beyond the default. ValueError for a model that does not

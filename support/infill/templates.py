@@ -502,8 +502,10 @@ def parse(template, tokenizer, context):
 
 
 def read(template, tokenizer, context):
-    """The segments of `parse` before the patterns of gaps are built, which takes longest: it refuses
-    what is too long without them."""
+    """The segments of `parse` before the patterns of gaps are built, which takes longest.
+
+    What is too long without them is refused.
+    """
     if not template:
         use = "write a text with █ or [MASK] for each missing token"
         raise UserError(f"the template is empty; {use}")

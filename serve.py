@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -37,32 +38,26 @@ from nanomdlm.support.cli import environment
 from nanomdlm.support.cli.devices import pick_device
 from nanomdlm.support.cli.settings import Bounds, Context, Reads, names_of, shown
 from nanomdlm.support.cli.settings import parse as parse_settings
-from nanomdlm.support.errors import UserError
+from nanomdlm.support.errors import TooLong, UserError
 from nanomdlm.support.infill import templates
 from nanomdlm.support.infill.ensemble import read_newest
-from nanomdlm.support.infill.templates import (
-    Gap,
-    encode_segments,
-    joined,
-    of_prompt,
-    one_of,
-    parse,
-    to_ids,
-    to_texts,
-)
+from nanomdlm.support.infill.templates import Gap, one_of, to_ids, to_texts
 from nanomdlm.support.run import checkpoint_score
 from nanomdlm.support.run.checkpoint import default_run
-from nanomdlm.support.serving import app, completions, engine
-from nanomdlm.support.serving.completions import Invalid, Text
+from nanomdlm.support.serving import app, engine, requests
+from nanomdlm.support.serving.answers import Text, begins_of
+from nanomdlm.support.serving.rendering import Renderer
+from nanomdlm.support.serving.requests import Invalid
 from nanomdlm.support.web.served_page import page
 from nanomdlm.support.web.viewer import HtmlRecorder
 
 KEY = "MDLM_API_KEY"  # the environment variable in place of --api_key
-HEAD_SECONDS = 10.0  # in which the head of a request must have come, and between two of them
 SHOWN = 5  # ranked fills on the page
 TOLD = 4  # texts that the network sees in a search, after which the page is told their number
 END_SECONDS = 5.0  # after --drain, in which what is cut short is told so
 HEADER_BYTES = 1 << 15
+MOST_PATTERNS = 64  # gaps of a request that must match,
+MOST_PATTERN_SIZE = 1 << 16  # and the characters of their patterns
 
 
 Seconds = Annotated[float, Bounds(0, 24 * 3600)]
@@ -112,46 +107,75 @@ class Options(Place, RequestLimits, ConcurrencyLimits):
     """All flags."""
 
 
-# ---- What is written for a Job (in a greenlet of the engine; see support/serving/engine.py)
+# ---- What is written for a Job
 class Writer:
-    """Writes what Jobs ask for, as sample.py does."""
+    """Writes what Jobs ask for, as sample.py does: first `prepare`, in any thread, then `write`, in
+    a greenlet of the engine (support/serving/engine.py)."""
 
     def __init__(self, model, filler, tokenizer, max_prompt=8192):
         self.model = model  # that goes on
         self.filler = filler  # that fills gaps: the same, or loaded with whole=True
         self.tokenizer = tokenizer
         self.max_prompt = max_prompt
+        self.reading = threading.Lock()  # a tokenizer serves one thread at a time
 
-    def model_of(self, job):
-        return self.model if job.goes_on or job.kind == "score" else self.filler
+    # ---- Before anything is computed
+    def prepare(self, job):
+        """(sampler settings and the segments of each prompt, tokens of given text) of a Job.
 
-    # ---- What is asked for, as segments of templates
-    def segments(self, job, prompt):
-        """The segments of a prompt of a Job; UserError for one that cannot be written."""
+        All is counted before the patterns of gaps are built, which takes longest. Raises UserError
+        for what cannot be written.
+        """
+        with self.reading:
+            if job.kind in ("score", "fix"):
+                sizes = [sum(map(self.size, as_tuple(prompt))) for prompt in job.prompts]
+                self.check_length(max(sizes))
+                return job.prompts, sum(sizes)
+            model = self.model if job.goes_on else self.filler
+            settings = sample.resolve(sample.SamplerSettings(**job.settings), model)
+            read = self.continued if job.goes_on else self.with_gaps
+            todo = [read(job, prompt) for prompt in job.prompts]
+        gaps = [s for segments in todo for s in segments if s.is_gap and s.pattern]
+        size = sum(len(gap.pattern) for gap in gaps)
+        if len(gaps) > MOST_PATTERNS or size > MOST_PATTERN_SIZE:
+            what = f"{len(gaps)} gaps that must match, of {size} characters"
+            limits = f"{MOST_PATTERNS} and {MOST_PATTERN_SIZE}"
+            raise Invalid(f"{what}, are more than {limits}", status=422, code="too_large")
+        if not job.goes_on:
+            todo = [self.built(job, segments) for segments in todo]
+        n = sum(s.size for segments in todo for s in segments if not s.is_gap)
+        return (settings, todo), n
+
+    def size(self, text):
+        """Tokens of a text, in which proofreading also takes unknown characters."""
+        if self.tokenizer.kind == "char":
+            return len(text)
+        with contextlib.suppress(UserError):
+            return len(self.tokenizer.encode(text))
+        return len(text)
+
+    def check_length(self, n, limit=None):
+        limit = self.max_prompt if limit is None else min(limit, self.max_prompt)
+        if n > limit:
+            raise TooLong(f"the prompt has {n} tokens, and this server takes {limit}; shorten it")
+
+    def continued(self, job, prompt):
+        """The segments of a prompt, and of what is written after it."""
+        config = self.model.config
         if job.kind == "chat":
-            return self.continued(job, self.asked(prompt))
-        if job.kind == "continue":
-            return self.continued(job, prompt)
-        if not job.max_tokens:
-            return []
-        config = self.filler.config
-        if config.prompt_column:
-            what = "this model answers prompts, it fills no gaps; send a prompt without a suffix"
-            raise Invalid(what, "suffix", code="unsupported")
-        if job.kind == "template":
-            segments = parse(prompt, self.tokenizer, config.block_size)
-        else:
-            segments = self.around_gap(job, *prompt)
-        templates.check_lengths(segments, job.max_tokens)
-        if not self.is_searched(job, segments):
-            sample.Writer(self.filler, self.tokenizer, None).check(segments)
-        return segments
+            prompt = self.of_messages(prompt)
+        given = templates.given_text(prompt, self.tokenizer, config)
+        ends_within = abilities.knows_lengths(self.model) or config.prompt_column
+        L = config.block_size
+        self.check_length(given.size, L - 1 if ends_within and job.max_tokens else None)
+        n = job.max_tokens
+        if n and abilities.knows_lengths(self.model):  # a length is drawn, within the context
+            n = L - given.size
+        elif config.prompt_column:
+            n = min(n, L - given.size)
+        return [given] * bool(given) + [Gap(n)] * bool(n)
 
-    def is_searched(self, job, segments):
-        """Whether gaps get their likeliest fills, in place of a draw."""
-        return not job.watch or job.rank or templates.has_open(segments)
-
-    def asked(self, messages):
+    def of_messages(self, messages):
         """The messages of a conversation as a prompt; Invalid if the model cannot answer them."""
         config = self.model.config
         if config.chat_column:
@@ -165,40 +189,34 @@ class Writer:
             raise Invalid(what, **how)
         return messages[0]["content"]
 
-    def continued(self, job, prompt):
-        """A prompt, and what is written after it."""
-        model = self.model
-        most = 1 << 30
-        segments = of_prompt(prompt, self.tokenizer, most, model.config)
-        n = sum(segment.size for segment in segments if not segment.is_gap)
-        self.check_length(n)
-        if abilities.knows_lengths(model):  # a length is drawn, within the context
-            most = model.config.block_size
-        else:
-            most = n + job.max_tokens
-        return of_prompt(prompt, self.tokenizer, most, model.config)
-
-    def check_length(self, n):
-        if n > self.max_prompt:
-            what = f"the prompt has {n} tokens, and this server takes {self.max_prompt}; shorten it"
-            raise Invalid(what, "prompt", status=422, code="context_length_exceeded")
-
-    def around_gap(self, job, before, after):
-        """The texts before and after a gap, cut to what the tokenizer knows and to the context if
-        the Job says so."""
-        L = self.filler.config.block_size
+    def with_gaps(self, job, prompt):
+        """The segments of a text with gaps, whose patterns are not built yet."""
+        config = self.filler.config
+        if not job.max_tokens:
+            text = "".join(as_tuple(prompt))
+            return [templates.given_text(text, self.tokenizer, config)] if job.echo else []
+        if config.prompt_column:
+            what = "this model answers prompts, it fills no gaps; send a prompt without a suffix"
+            raise Invalid(what, "suffix", code="unsupported")
+        L = config.block_size
+        if job.kind == "template":
+            return templates.read(prompt, self.tokenizer, L)
+        before, after = prompt
         if job.cut:
-            room = L - min(job.max_tokens, max(1, L // 2))
-            before, after = self.cut(before, after, room)
-        gap = Gap(pattern=job.regex or "")
-        if job.choices:
-            gap = one_of(job.choices)
+            before, after = self.cut(before, after, L - min(job.max_tokens, max(1, L // 2)))
+        gap = one_of(job.choices) if job.choices else Gap(pattern=job.regex or "")
         segments = [segment for segment in (before, gap, after) if segment != ""]
-        segments = encode_segments(segments, self.tokenizer)
-        n = len(to_ids(segments, self.tokenizer))
-        if n > L:
-            what = f"prompt and suffix have {n - 1} tokens, and the context {L}; shorten them"
-            raise Invalid(what, "prompt", status=422, code="context_length_exceeded")
+        segments = templates.encode_strings(segments, self.tokenizer)
+        templates.check_context(segments, L)
+        return segments
+
+    def built(self, job, segments):
+        """The segments with the automata of their patterns."""
+        segments = templates.encode_segments(segments, self.tokenizer)
+        templates.check_context(segments, self.filler.config.block_size)
+        templates.check_lengths(segments, job.max_tokens)
+        if has_gap(segments) and not is_searched(job, segments):
+            sample.Writer(self.filler, self.tokenizer, None).check(segments)
         return segments
 
     def cut(self, before, after, room):
@@ -211,54 +229,52 @@ class Writer:
         before, _ = parts(before, room - n_after, is_end=True)
         return before, after
 
-    def count(self, job):
-        """Tokens of given text of a Job; UserError for what cannot be written."""
-        if job.kind in ("score", "fix"):
-            texts = ["".join(prompt) for prompt in job.prompts]
-            sizes = [len(self.tokenizer.encode_lossless(text)) for text in texts]
-            self.check_length(max(sizes))
-            return sum(sizes)
-        sample.resolve(sample.SamplerSettings(**job.settings), self.model_of(job))
-        given = 0
-        for prompt in job.prompts:
-            segments = self.segments(job, prompt)
-            given += sum(segment.size for segment in segments if not segment.is_gap)
-        return given
-
     # ---- Writing
-    def write(self, job, stand_in, emit):
-        """The completions.Texts of all prompts of a Job: n of the first, then n of the second ...
+    def write(self, job, prepared, stand_in, emit):
+        """The answers.Texts of all prompts of a Job: n of the first, then n of the second ... (Of
+        "score" and "fix": dicts.)
 
-        emit(index, written, text): what of a text cannot change any more, and at its end the Text;
-        it returns whether no more of that text is needed.
+        emit(index, text, is_finished): what of a Text cannot change any more, and at last all of
+        it; returns whether no more of it is needed.
         """
-        model = stand_in(self.model_of(job))
-        if job.kind == "fix" and job.watch:
-            changes = sample.fix(model, self.tokenizer, job.prompts[0], job.caution).changes
-            emit(0, dict(done=True, changes=[change._asdict() for change in changes]))
-            return []
-        if job.kind == "fix":
-            return [sample.fix(model, self.tokenizer, one, job.caution) for one in job.prompts]
+        model = stand_in(self.model if job.goes_on or job.kind == "score" else self.filler)
         if job.kind == "score":
-            return sample.score(
-                model, self.tokenizer, job.prompts, job.passes, job.settings["seed"]
-            )
-        settings = sample.resolve(sample.SamplerSettings(**job.settings), model)
+            seed = job.settings["seed"]
+            scores = sample.score(model, self.tokenizer, job.prompts, job.passes, seed)
+            return [dict(object="score") | score._asdict() for score in scores]
+        if job.kind == "fix":
+            found = [sample.fix(model, self.tokenizer, text, job.caution) for text in job.prompts]
+            fixed = [
+                dict(text=one.text, changes=[change._asdict() for change in one.changes])
+                for one in found
+            ]
+            if job.watch:
+                emit(0, dict(done=True, changes=fixed[0]["changes"]))
+            return fixed
+        settings, todo = prepared
         writer = sample.Writer(model, self.tokenizer, settings)
         texts = []
-        for prompt in job.prompts:
-            segments = self.segments(job, prompt)
+        for segments in todo:
             tell = partial(tell_from, emit, len(texts))
             if job.watch:
-                show = self.show_fills if self.is_searched(job, segments) else self.show
-                show(writer, segments, job, emit)
-            elif not job.max_tokens:
-                texts.append(Text("", "", 0))
+                show_fills_or = show_fills if is_searched(job, segments) else show
+                show_fills_or(writer, segments, job, emit)
+            elif not has_gap(segments):
+                texts += self.keep(writer, segments, job, tell)
             elif job.goes_on:
                 texts += self.go_on(writer, segments, job, tell)
             else:
                 texts += self.fill(writer, segments, job, tell)
         return texts
+
+    def keep(self, writer, segments, job, tell):
+        """Texts to which nothing is added (max_tokens 0): echoed, perhaps with their scores."""
+        ids = to_ids(segments, self.tokenizer)
+        text = Text([(str(segment), False) for segment in segments])
+        self.add_logprobs(writer, text, job, segments, ids, None)
+        for i in range(job.n):
+            tell(i, text, True)
+        return [text] * job.n
 
     def fill(self, writer, segments, job, tell):
         """The n likeliest fills, as `sample.py --infill --candidates=n` finds them."""
@@ -266,15 +282,13 @@ class Writer:
         deadline = time.monotonic() + job.seconds
         found = writer.filling(segments, job.n, job.max_tokens, deadline=deadline)
         for i, one in enumerate(found.finish()):
-            is_filled = [value is not None for value in one.drawn]
-            texts.append(Text("".join(one.fills), one.text, sum(is_filled), is_ended=True))
-            if job.logprobs is not None:
-                drawn = drawn_of(one)
-                tokens = sample.token_logprobs(
-                    writer.model, self.tokenizer, one.ids, drawn, job.logprobs
-                )
-                texts[-1].logprobs = [token for token in tokens if token.drawn is not None]
-            tell(i, texts[-1].filled, texts[-1])
+            values = [math.nan if value is None else value for value in one.drawn]
+            drawn = torch.tensor(values, dtype=torch.float64)
+            n = int((~drawn.isnan()).sum())
+            text = Text(one.parts, n, is_ended=True)
+            self.add_logprobs(writer, text, job, one.segments, one.ids, drawn)
+            tell(i, text, True)
+            texts.append(text)
         return texts
 
     def go_on(self, writer, segments, job, tell):
@@ -282,10 +296,10 @@ class Writer:
         texts = []
         for rows in writer.batches(segments, job.n, False):
             chunks = list(rows.chunks())
-            told = [0] * len(rows.x)  # up to where each row was sent
+            told = [-1] * len(rows.x)  # up to where each row was sent
             done = [False] * len(rows.x)
             first = int(rows.samples[0])
-            for step in rows.steps():
+            for step in rows.steps() if has_gap(segments) else ():
                 if not job.stream:
                     continue
                 chunk = max((c for c in chunks if c.first < step.number), key=lambda c: c.first)
@@ -293,98 +307,62 @@ class Writer:
                 for row, ids in enumerate(step.x.tolist()):
                     if final[row] > told[row]:
                         told[row] = final[row]
-                        written = self.text_of(segments, ids[: final[row]], job).filled
-                        done[row] |= tell(first + row, written)
+                        text, _ = self.text_of(segments, ids[: final[row]], job)
+                        done[row] |= tell(first + row, text, False)
                 if all(done):
                     break
             for row, (ids, drawn) in enumerate(zip(rows.x.tolist(), rows.drawn)):
-                texts.append(self.text_of(segments, ids, job))
-                if job.logprobs is not None:
-                    texts[-1].logprobs = self.logprobs_of(writer.model, segments, ids, drawn, job)
-                tell(first + row, texts[-1].filled, texts[-1])
+                text, shape = self.text_of(segments, ids, job)
+                self.add_logprobs(writer, text, job, shape, ids, drawn)
+                tell(first + row, text, True)
+                texts.append(text)
         return texts
 
-    def logprobs_of(self, model, segments, ids, drawn, job):
-        """The TokenLogprobs of what was written after a prompt."""
-        given = given_ids(segments)
-        n = min(len(given) + job.max_tokens, len(ids))
-        tokens = sample.token_logprobs(model, self.tokenizer, ids, drawn, job.logprobs, n)
-        return tokens[len([i for i in given if i != self.tokenizer.end_id]) :]
-
     def text_of(self, segments, ids, job):
-        """The Text of the ids of a text that goes on, or of its beginning."""
+        """(the Text of the ids of a text that goes on, or of its beginning; its segments)"""
         given = [segment for segment in segments if not segment.is_gap]
-        n = len(given_ids(segments))
-        written = ids[n : n + job.max_tokens]
+        begin = sum(segment.size for segment in given)
+        written = ids[begin : begin + job.max_tokens]
         end = self.tokenizer.end_id
         is_ended = end is not None and end in written
-        n_written = written.index(end) if is_ended else len(written)
-        if not n_written:
-            return Text("", "".join(given), 0, is_ended)
-        parts = to_texts([*given, Gap(n_written)], ids[: n + n_written], self.tokenizer)
-        filled = "".join(part for part, is_filled in parts if is_filled)
-        return Text(filled, joined(parts), n_written, is_ended)
+        n = written.index(end) if is_ended else len(written)
+        shape = [*given, Gap(n)] if n else given
+        parts = to_texts(shape, ids[: begin + n], self.tokenizer) if n else []
+        parts = parts or [(str(segment), False) for segment in given]
+        return Text(parts, n, is_ended), shape
 
-    # ---- For the page: it gets dicts, which support/web/assets/live.js reads
-    def show(self, writer, segments, job, emit):
-        """Write a text; emit what each network call draws, and at last the whole film of it."""
-        began = time.monotonic()
-        mask = writer.model.mask_id
-        (rows,) = writer.batches(segments, 1, job.kind == "template")
-        ids = torch.tensor(to_ids(segments, self.tokenizer, mask), dtype=torch.int64)
-        film = HtmlRecorder(self.tokenizer, ids, mask)
-        n = length_without_end(rows.x[0].tolist(), self.tokenizer)
-        tokens, given = film.shown()
-        steps = sum(chunk.steps for chunk in rows.chunks())
-        emit(0, dict(tokens=tokens[:n], given=given[:n], steps=steps))
-        facts = dict(calls=0, seconds=0.0)
-        for step in rows.steps():
-            facts = dict(calls=int(step.calls[0]), seconds=time.monotonic() - began)
-            if film.add(step, 0):
-                emit(0, facts | dict(frame=film.newest()))
-        emit(0, dict(done=True, sample=facts | film.page(rows.x[0].tolist())))
+    def add_logprobs(self, writer, text, job, segments, ids, drawn):
+        """Add the log-probabilities of its tokens to a Text of these ids.
 
-    def show_fills(self, writer, segments, job, emit):
-        """Emit the likeliest fills of a template, with the share of each among them."""
-        n = SHOWN if job.rank else 1
-        seen = 0
-
-        def update(new):
-            nonlocal seen
-            seen += new
-            if seen % TOLD < new:
-                emit(0, dict(tried=seen))
-
-        found = writer.filling(segments, n, job.max_tokens, update).finish()
-        p = torch.tensor([one.logp for one in found], dtype=torch.float64).softmax(0).tolist()
-        shown = [
-            dict(share=q, p=one.p, logp=one.logp) | self.still(one) for one, q in zip(found, p)
-        ]
-        about = dict(proven=found.proven, compares_lengths=found.compares_lengths)
-        about |= dict(bound=max(found.bound, -1e300), tried=found.sequences, seconds=found.seconds)
-        emit(0, dict(done=True, fills=shown) | about)
-
-    def still(self, one):
-        """A filling.Candidate as a film of one frame."""
-        tokens = self.tokenizer.pieces(one.ids)
-        frame = [
-            [i, tokens[i], round(math.exp(logp), 4), []]
-            for i, logp in enumerate(one.drawn)
-            if logp is not None
-        ]
-        given = [logp is None for logp in one.drawn]
-        return dict(tokens=tokens, given=given, frames=[frame])
+        With `echo` each is given the tokens before it: their sums are log p, as harnesses that
+        score texts need it. Else each is given all others.
+        """
+        if job.logprobs is None:
+            return
+        sizes = [segment.size for segment in segments]
+        n = sum(sizes)
+        is_given = [not segment.is_gap for segment in segments for _ in range(segment.size)]
+        first = 0 if job.echo else [*is_given, False].index(False)
+        kept = [i for i in range(first, n) if ids[i] != self.tokenizer.end_id]
+        if not kept:
+            return
+        how = dict(k=job.logprobs, n=n, first=first, given_all=not job.echo)
+        text.logprobs = sample.token_logprobs(writer.model, self.tokenizer, ids, drawn, **how)
+        begins = begins_of(self.tokenizer.pieces(ids[:n]), sizes, text.parts)
+        text.begins = [*(begins[i] for i in kept), begins[kept[-1] + 1]]
 
 
-def drawn_of(one):
-    """(T,) log p of each token of a filling.Candidate when it was filled, else NaN."""
-    values = [math.nan if value is None else value for value in one.drawn]
-    return torch.tensor(values, dtype=torch.float64)
+def as_tuple(prompt):
+    return prompt if isinstance(prompt, tuple) else (prompt,)
 
 
-def given_ids(segments):
-    """The ids of the given text."""
-    return [id for segment in segments if not segment.is_gap for id in segment.ids]
+def has_gap(segments):
+    return any(segment.is_gap for segment in segments)
+
+
+def is_searched(job, segments):
+    """Whether gaps get their likeliest fills, in place of a draw."""
+    return not job.goes_on and (not job.watch or job.rank or templates.has_open(segments))
 
 
 def known_part(tokenizer, text, most, is_end):
@@ -416,8 +394,62 @@ def length_without_end(ids, tokenizer):
     return ids.index(tokenizer.end_id) if tokenizer.end_id in ids else len(ids)
 
 
-def tell_from(emit, first, index, *written):
-    return emit(first + index, *written)
+def tell_from(emit, first, index, *text):
+    return emit(first + index, *text)
+
+
+# ---- For the page: it gets dicts, which support/web/assets/live.js reads
+def show(writer, segments, job, emit):
+    """Write a text; emit what each network call draws, and at last the whole film of it."""
+    began = time.monotonic()
+    mask = writer.model.mask_id
+    (rows,) = writer.batches(segments, 1, job.kind == "template")
+    ids = torch.tensor(to_ids(segments, writer.tokenizer, mask), dtype=torch.int64)
+    film = HtmlRecorder(writer.tokenizer, ids, mask)
+    n = length_without_end(rows.x[0].tolist(), writer.tokenizer)
+    tokens, given = film.shown()
+    steps = sum(chunk.steps for chunk in rows.chunks())
+    emit(0, dict(tokens=tokens[:n], given=given[:n], steps=steps))
+    facts = dict(calls=0, seconds=0.0)
+    for step in rows.steps():
+        facts = dict(calls=int(step.calls[0]), seconds=time.monotonic() - began)
+        if film.add(step, 0):
+            emit(0, facts | dict(frame=film.newest()))
+    emit(0, dict(done=True, sample=facts | film.page(rows.x[0].tolist())))
+
+
+def show_fills(writer, segments, job, emit):
+    """Emit the likeliest fills of a template, with the share of each among them."""
+    n = SHOWN if job.rank else 1
+    seen = 0
+
+    def update(new):
+        nonlocal seen
+        seen += new
+        if seen % TOLD < new:
+            emit(0, dict(tried=seen))
+
+    found = writer.filling(segments, n, job.max_tokens, update).finish()
+    p = torch.tensor([one.logp for one in found], dtype=torch.float64).softmax(0).tolist()
+    shown = [
+        dict(share=q, p=one.p, logp=one.logp) | still(writer.tokenizer, one)
+        for one, q in zip(found, p)
+    ]
+    about = dict(proven=found.proven, compares_lengths=found.compares_lengths)
+    about |= dict(bound=max(found.bound, -1e300), tried=found.sequences, seconds=found.seconds)
+    emit(0, dict(done=True, fills=shown) | about)
+
+
+def still(tokenizer, one):
+    """A filling.Candidate as a film of one frame."""
+    tokens = tokenizer.pieces(one.ids)
+    frame = [
+        [i, tokens[i], round(math.exp(logp), 4), []]
+        for i, logp in enumerate(one.drawn)
+        if logp is not None
+    ]
+    given = [logp is None for logp in one.drawn]
+    return dict(tokens=tokens, given=given, frames=[frame])
 
 
 # ---- The process
@@ -451,6 +483,8 @@ def load(options):
         for name, p in model.named_parameters():  # the same numbers, once
             owner, _, key = name.rpartition(".")
             setattr(filler.get_submodule(owner), key, p)
+    if config.chat_column:
+        tokenizer.chat.run = Renderer()
     name = ",".join(Path(part).resolve().name for part in names_of(run))
     return Writer(model, filler, tokenizer, options.max_prompt), name, folders, config, device
 
@@ -471,87 +505,29 @@ def listen(options):
     return sock
 
 
-def make_protocol(most):
-    """uvicorn's protocol of a connection, with bounds that it lacks: how long the head of a request
-    may take, and how many connections there are. Errors before a request are JSON too."""
-    h11_impl = environment.optional("uvicorn.protocols.http.h11_impl", "serve.py")
-    idle = {}  # connections without a request in progress, the oldest first
-
-    class Bounded(h11_impl.H11Protocol):
-        timer = None
-
-        def connection_made(self, transport):
-            super().connection_made(transport)
-            self.wait()
-            if len(self.connections) > most:
-                oldest = next(iter(idle))
-                oldest.refuse(503, "too many connections; try again later")
-
-        def connection_lost(self, error):
-            self.stop_waiting()
-            super().connection_lost(error)
-
-        def handle_events(self):
-            super().handle_events()
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.stop_waiting()
-
-        def on_response_complete(self):
-            self.wait()
-            super().on_response_complete()
-
-        def wait(self):
-            """A request must begin within HEAD_SECONDS."""
-            self.stop_waiting()
-            idle[self] = True
-            self.timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
-
-        def stop_waiting(self):
-            idle.pop(self, None)
-            if self.timer:
-                self.timer.cancel()
-                self.timer = None
-
-        def refuse(self, status, message):
-            """Answer without a request, and close."""
-            idle.pop(self, None)
-            body = json.dumps(app.error_of(status, message)).encode()
-            about = f"content-type: application/json\r\ncontent-length: {len(body)}"
-            head = f"HTTP/1.1 {status} Refused\r\n{about}\r\nconnection: close\r\n\r\n"
-            if not self.transport.is_closing():
-                self.transport.write(head.encode() + body)
-                self.transport.close()
-
-        def send_400_response(self, message):
-            self.refuse(400, "this is no HTTP request that is accepted; send HTTP/1.1")
-
-    return Bounded
-
-
 async def serve(server, options, sock):
     """Answer until SIGTERM, SIGINT or SIGHUP; then finish what has begun, within --drain."""
     uvicorn = environment.optional("uvicorn", "serve.py")
     config = uvicorn.Config(
         app.make_app(server),
-        http=make_protocol(options.max_connections),
+        http="h11",
         ws="none",
         lifespan="off",
         loop="asyncio",
         log_config=None,
-        log_level="critical",
+        log_level="critical",  # nothing that a client has sent
         access_log=False,
         server_header=False,
-        backlog=128,
-        timeout_keep_alive=int(HEAD_SECONDS),
+        limit_concurrency=options.max_connections,
         timeout_graceful_shutdown=int(END_SECONDS) + 1,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
     host = uvicorn.Server(config)
     stop = asyncio.Event()
-    on_signals(stop.set)
-    running = asyncio.ensure_future(host._serve([sock]))
+    running = asyncio.ensure_future(host.serve([sock]))
     while not host.started and not running.done():
         await asyncio.sleep(0.01)
+    on_signals(stop.set)  # after uvicorn has set its own
     say_ready(options, sock)
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -593,17 +569,17 @@ def main(argv):
     options = Options(**parse_settings(Options, argv, __doc__, groups=Options.__bases__))
     options.api_key = options.api_key or os.environ.get(KEY, "")
     check(options)
-    for package in ("starlette", "uvicorn", "greenlet"):
+    for package in ("pydantic", "starlette", "uvicorn", "greenlet"):
         environment.optional(package, "serve.py")
     sock = listen(options)
     writer, name, folders, config, device = load(options)
     checkpoint_score.introduce(folders, config, writer.tokenizer.vocab_size, options.out_dir)
-    bounds = completions.Bounds(
+    limits = requests.Limits(
         options.max_prompts, options.max_n, options.max_tokens, options.max_gap
     )
     computes = engine.Engine(device, options.max_active, options.max_waiting)
     created = int((folders[0] / "config.json").stat().st_mtime)
-    server = app.Server(computes, writer.write, writer.count, name, created, bounds)
+    server = app.Server(computes, writer.prepare, writer.write, name, created, limits)
     server.host = options.host
     server.api_key = options.api_key
     server.origins = origins(options)
@@ -612,7 +588,7 @@ def main(argv):
     about = f"{name}: {config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     device_name = "GPU" if device.type == "cuda" else device.type.upper()
     has_key = bool(options.api_key)
-    html = page(
+    server.page = page(
         writer.model,
         writer.filler,
         writer.tokenizer,
@@ -621,7 +597,6 @@ def main(argv):
         has_key,
         options.max_tokens,
     )
-    app.use_page(server, html)
     engine.start(computes)
     asyncio.run(serve(server, options, sock))
     return 0

@@ -164,7 +164,7 @@ class Writer:
         config = self.model.config
         if job.kind == "chat":
             prompt = self.of_messages(prompt)
-        given = templates.given_text(prompt, self.tokenizer, config)
+        given = self.given(prompt, config, job.max_tokens)
         ends_within = abilities.knows_lengths(self.model) or config.prompt_column
         L = config.block_size
         self.check_length(given.size, L - 1 if ends_within and job.max_tokens else None)
@@ -174,6 +174,13 @@ class Writer:
         elif config.prompt_column:
             n = min(n, L - given.size)
         return [given] * bool(given) + [Gap(n)] * bool(n)
+
+    def given(self, prompt, config, is_followed):
+        """The Text of a prompt; if nothing follows it, the last space is a token's too."""
+        text = templates.given_text(prompt, self.tokenizer, config)
+        if text.lends_space and not is_followed:
+            return templates.Text(prompt, self.tokenizer.encode_lossless(prompt))
+        return text
 
     def of_messages(self, messages):
         """The messages of a conversation as a prompt; Invalid if the model cannot answer them."""
@@ -194,7 +201,7 @@ class Writer:
         config = self.filler.config
         if not job.max_tokens:
             text = "".join(as_tuple(prompt))
-            return [templates.given_text(text, self.tokenizer, config)] if job.echo else []
+            return [self.given(text, config, 0)] if job.echo else []
         if config.prompt_column:
             what = "this model answers prompts, it fills no gaps; send a prompt without a suffix"
             raise Invalid(what, "suffix", code="unsupported")
@@ -309,7 +316,7 @@ class Writer:
                         told[row] = final[row]
                         text, _ = self.text_of(segments, ids[: final[row]], job)
                         done[row] |= tell(first + row, text, False)
-                if all(done):
+                if all(done) and job.logprobs is None:  # those are of finished texts
                     break
             for row, (ids, drawn) in enumerate(zip(rows.x.tolist(), rows.drawn)):
                 text, shape = self.text_of(segments, ids, job)

@@ -20,7 +20,7 @@ import mdlm
 import serve
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.data.tokenizer import Tokenizer, train_bpe
-from nanomdlm.support.serving import app, engine, requests
+from nanomdlm.support.serving import app, engine, requests, writing
 
 TEXT = "the cat sat on the mat, and the dog ran to the old red barn. it was late " * 20
 MODELS = dict(whole={}, blocks=dict(block_length=4), ar=dict(objective="ar"))
@@ -57,7 +57,7 @@ def client_of(model="whole", tokenizer="char", block_size=32, **limits):
     network = mdlm.make_model(config, tokenizer.vocab_size, kernels.REFERENCES).eval()
     for p in network.parameters():
         p.data.normal_(0, 0.3)
-    writer = serve.Writer(network, network, tokenizer)
+    writer = writing.Writer(network, network, tokenizer, serve.sampler)
     computes = engine.Engine(CPU)
     engine.start(computes)
     server = app.Server(computes, writer.prepare, writer.write, "out", 0, requests.Limits())

@@ -17,6 +17,7 @@ from nanomdlm.support.errors import UserError
 
 environment.optional("pydantic", "serve.py")
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     BeforeValidator,
@@ -101,9 +102,14 @@ Texts = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
 Stop = Annotated[str, StringConstraints(max_length=256)]
 Stops = Annotated[list[Stop], BeforeValidator(as_list), Field(max_length=64)] | None
 Seed = between(int, -(1 << 63), (1 << 64) - 1)
-# Of fields that are not supported: values that ask for nothing.
-Zero = between(float, 0, 0)
-Nothing = Annotated[list | dict, Field(max_length=0)] | None
+
+
+def nothing(value):
+    if value:
+        raise ValueError("this is not supported; leave it out")
+
+
+Unsupported = Annotated[Any, AfterValidator(nothing)]  # only values that ask for nothing
 
 
 class Body(BaseModel):
@@ -181,9 +187,9 @@ class OpenAI(Sampled):
 
     n: between(int, 1, 4096) = None
     stream_options: StreamOptions | None = None
-    logit_bias: Nothing = None
-    presence_penalty: Zero = None
-    frequency_penalty: Zero = None
+    logit_bias: Unsupported = None
+    presence_penalty: Unsupported = None
+    frequency_penalty: Unsupported = None
 
     def job(self, kind, prompts, limits, **more):
         n = limits.check(self.n or 1, "n", limits.n)
@@ -202,7 +208,7 @@ class Completion(OpenAI):
     logprobs: between(int, 0, 32) | Literal[False] = None
     regex: str | None = None
     choices: Annotated[list[str], Field(min_length=1, max_length=256)] | None = None
-    best_of: between(int, 1, 1) = None
+    best_of: Literal[1] | None = None
 
     def to_job(self, limits):
         prompts = self.prompt or [""]
@@ -246,7 +252,7 @@ class Message(BaseModel):
 
     role: str = Field(validation_alias=AliasChoices("role", "from"))
     content: str | list[Part] | None = Field(validation_alias=AliasChoices("content", "value"))
-    tool_calls: Nothing = None
+    tool_calls: Unsupported = None
 
     def to_dict(self):
         content = self.content or ""
@@ -264,7 +270,7 @@ class Chat(OpenAI):
     max_completion_tokens: between(int, 1, 1 << 31) = None
     logprobs: bool | None = None
     top_logprobs: between(int, 0, 32) = None
-    tools: Nothing = None
+    tools: Unsupported = None
     tool_choice: Literal["none", "auto"] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     modalities: list[Literal["text"]] | None = None

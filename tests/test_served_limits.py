@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from test_engine import PATIENCE
 from test_served_answers import ask, client_of
-from test_serving import PATIENCE, post, serving
+from test_serving import post, serving
 
 from nanomdlm.support.constrain import automaton
 from nanomdlm.support.errors import UserError
@@ -110,7 +111,7 @@ def test_a_chat_template_has_seconds_and_a_process_of_its_own(monkeypatch):
     assert render(messages, "{{ messages[0].content }}!", {}) == "cat!"
     monkeypatch.setattr(rendering, "SECONDS", 0.5)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    for endless in (loop, "{{ 9 ** 9 ** 9 }}"):  # the second holds the interpreter's lock
+    for endless in (loop, "{{ 9 ** (9 ** 9) }}"):  # the second holds the interpreter's lock
         began = time.monotonic()
         with pytest.raises(UserError, match="template"):
             render(messages, endless, {})
@@ -120,6 +121,7 @@ def test_a_chat_template_has_seconds_and_a_process_of_its_own(monkeypatch):
         render(messages, "{{ raise_exception('no') }}", {})
     assert render(messages, "{{ messages[0].content }}{{ bos_token }}", dict(bos_token="<s>"))
     render.process.kill()
+    render.process.wait()
 
 
 # ---- Bounds of fields

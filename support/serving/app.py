@@ -224,10 +224,6 @@ async def until_disconnected(receive):
         pass
 
 
-def has_patterns(job):
-    return job.regex is not None or job.choices or job.kind == "template"
-
-
 async def prepared(server, job):
     """What `server.prepare` makes of a Job, in a thread: patterns may take seconds to build. Once
     nobody waits for it, the thread ends."""
@@ -241,7 +237,7 @@ async def prepared(server, job):
 
     still_wanted.set(check)  # in the context that asyncio.to_thread copies
     try:
-        async with server.building if has_patterns(job) else contextlib.nullcontext():
+        async with server.building if job.must_match else contextlib.nullcontext():
             return await asyncio.to_thread(server.prepare, job)
     finally:
         left.set()

@@ -30,6 +30,9 @@ class Renderer:
             if self.process is None or self.process.poll() is not None:
                 self.start()
             line = self.ask(json.dumps([messages, template, tokens]), SECONDS)
+            if not line:
+                self.process.kill()
+                self.process.wait()
         if not line:
             what = f"the chat template takes more than {SECONDS:g} s, or too much memory"
             raise UserError(f"{what}; use /v1/completions")

@@ -6,6 +6,7 @@ knows HTTP or computes anything.
 """
 
 import math
+import re
 import secrets
 import zlib
 from dataclasses import dataclass, field
@@ -86,6 +87,12 @@ class Job:
     def goes_on(self):
         """Whether it writes after a text."""
         return self.kind in ("continue", "chat")
+
+    @property
+    def must_match(self):
+        """Whether a gap has a pattern, whose automaton may take seconds to build."""
+        marks = (re.search(r"\[(?:___|█+)[:|]", t) for t in self.prompts if self.kind == "template")
+        return self.regex is not None or bool(self.choices) or any(marks)
 
 
 # ---- Types

@@ -26,7 +26,7 @@ from typing import Annotated
 
 import mdlm
 import sample
-from nanomdlm.support.cli import environment
+from nanomdlm.support.cli import environment, products
 from nanomdlm.support.cli.devices import pick_device
 from nanomdlm.support.cli.settings import Bounds, Context, Reads, names_of, shown
 from nanomdlm.support.cli.settings import parse as parse_settings
@@ -34,10 +34,6 @@ from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.run import checkpoint_score
 from nanomdlm.support.run.checkpoint import default_run
-from nanomdlm.support.serving import app, engine, requests
-from nanomdlm.support.serving.rendering import Renderer
-from nanomdlm.support.serving.writing import Writer
-from nanomdlm.support.web.served_page import page
 
 KEY = "MDLM_API_KEY"  # the environment variable in place of --api_key
 END_SECONDS = 5.0  # after --drain, in which what is cut short is told so
@@ -94,7 +90,7 @@ class Options(Place, RequestLimits, ConcurrencyLimits):
 # ---- The process
 def check(options):
     """Raise UserError for flags that contradict each other."""
-    if options.host not in app.LOOPBACK and not options.api_key:
+    if options.host not in products.serving().app.LOOPBACK and not options.api_key:
         what = f"--host={options.host} can be reached from other machines"
         raise UserError(f"{what}; give --api_key=KEY, or leave --host out")
     for origin in origins(options):
@@ -123,9 +119,11 @@ def load(options):
             owner, _, key = name.rpartition(".")
             setattr(filler.get_submodule(owner), key, p)
     if config.chat_column:
-        tokenizer.chat.run = Renderer()
+        tokenizer.chat.run = products.serving().rendering.Renderer()
     name = ",".join(Path(part).resolve().name for part in names_of(run))
-    writer = Writer(model, filler, tokenizer, sampler, options.max_prompt)
+    writer = products.serving().writing.Writer(
+        model, filler, tokenizer, sampler, options.max_prompt
+    )
     return writer, name, folders, config, device
 
 
@@ -155,7 +153,7 @@ async def serve(server, options, sock):
     """Answer until SIGTERM, SIGINT or SIGHUP; then finish what has begun, within --drain."""
     uvicorn = environment.optional("uvicorn", "serve.py")
     config = uvicorn.Config(
-        app.make_app(server),
+        products.serving().app.make_app(server),
         http="h11",
         ws="none",
         lifespan="off",
@@ -215,17 +213,16 @@ def main(argv):
     options = Options(**parse_settings(Options, argv, __doc__, groups=Options.__bases__))
     options.api_key = options.api_key or os.environ.get(KEY, "")
     check(options)
-    for package in ("pydantic", "starlette", "uvicorn", "greenlet"):
-        environment.optional(package, "serve.py")
     sock = listen(options)
     writer, name, folders, config, device = load(options)
     checkpoint_score.introduce(folders, config, writer.tokenizer.vocab_size, options.out_dir)
-    limits = requests.Limits(
+    parts = products.serving()
+    limits = parts.requests.Limits(
         options.max_prompts, options.max_n, options.max_tokens, options.max_gap
     )
-    computes = engine.Engine(device, options.max_active, options.max_waiting)
+    computes = parts.engine.Engine(device, options.max_active, options.max_waiting)
     created = int((folders[0] / "config.json").stat().st_mtime)
-    server = app.Server(computes, writer.prepare, writer.write, name, created, limits)
+    server = parts.app.Server(computes, writer.prepare, writer.write, name, created, limits)
     server.host = options.host
     server.api_key = options.api_key
     server.origins = origins(options)
@@ -234,7 +231,7 @@ def main(argv):
     about = f"{name}: {config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     device_name = "GPU" if device.type == "cuda" else device.type.upper()
     has_key = bool(options.api_key)
-    server.page = page(
+    server.page = parts.served_page.page(
         writer.model,
         writer.filler,
         writer.tokenizer,
@@ -243,7 +240,7 @@ def main(argv):
         has_key,
         options.max_tokens,
     )
-    engine.start(computes)
+    parts.engine.start(computes)
     asyncio.run(serve(server, options, sock))
     return 0
 

@@ -19,15 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanomdlm.support.cli import environment, out_of_memory
-from nanomdlm.support.cli.terminal import warn
-from nanomdlm.support.constrain.automaton import still_wanted
-from nanomdlm.support.errors import TooLong, UserError
-from nanomdlm.support.serving import answers, requests
-from nanomdlm.support.serving.engine import Closed, Engine, Full, GivenUp, Request, TookTooLong
-from nanomdlm.support.serving.metrics import Metrics
-
-environment.optional("starlette", "serve.py")
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -35,6 +26,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from nanomdlm.support.cli import out_of_memory
+from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.constrain.automaton import still_wanted
+from nanomdlm.support.errors import TooLong, UserError
+from nanomdlm.support.serving import answers, requests
+from nanomdlm.support.serving.engine import Closed, Engine, Full, GivenUp, Request, TookTooLong
+from nanomdlm.support.serving.metrics import Metrics
 
 BODY_SECONDS = 30.0  # in which a body must have come
 PING_SECONDS = 15.0  # after which a stream without news gets a comment

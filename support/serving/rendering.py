@@ -11,6 +11,7 @@ import sys
 import threading
 
 from nanomdlm.support.cli.environment import ROOT
+from nanomdlm.support.data.chat import run
 from nanomdlm.support.errors import UserError
 
 SECONDS = 5.0  # of a template
@@ -67,8 +68,6 @@ class Renderer:
 
 def main():
     import transformers.utils.chat_template_utils  # noqa: F401 (slow, so before the first request)
-
-    from nanomdlm.support.data.chat import run
 
     with contextlib.suppress(ImportError, OSError, ValueError):  # another system, a lower limit
         import resource

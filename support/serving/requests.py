@@ -12,11 +12,6 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from nanomdlm.support.cli import environment
-from nanomdlm.support.cli.settings import shown
-from nanomdlm.support.errors import UserError
-
-environment.optional("pydantic", "serve.py")
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -27,6 +22,9 @@ from pydantic import (
     StringConstraints,
     ValidationError,
 )
+
+from nanomdlm.support.cli.settings import shown
+from nanomdlm.support.errors import UserError
 
 MOST_STEPS = 1 << 13  # of a context; random numbers of all are drawn at once
 TOO_MUCH = ("less_than_equal", "too_long", "string_too_long")  # errors of pydantic, status 422

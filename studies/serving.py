@@ -34,7 +34,7 @@ import serve
 from nanomdlm.support import abilities
 from nanomdlm.support.cli import environment
 from nanomdlm.support.cli.settings import Amount, Count, Natural, Reads, parse
-from nanomdlm.support.serving import completions
+from nanomdlm.support.serving import answers, requests
 
 
 @dataclass
@@ -131,9 +131,10 @@ def mixed_bodies(writer):
 
 def alone(writer, body):
     """What the server must answer: the texts that are written without a server."""
-    job = completions.of_completion(body, completions.Bounds())
-    texts = writer.write(job, lambda model: model, lambda *_: False)
-    return [completions.shown_text(text, job)[0] for text in texts]
+    job = requests.read(requests.Completion, json.dumps(body)).to_job(requests.Limits())
+    prepared, _ = writer.prepare(job)
+    texts = writer.write(job, prepared, lambda model: model, lambda *_: False)
+    return [answers.show(text, job).text for text in texts]
 
 
 async def load(url, options, bodies, wanted):

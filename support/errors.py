@@ -11,6 +11,10 @@ class UserError(ValueError):
         super().__init__(str(sentence).replace("\n", "\\n"))
 
 
+class TooLong(UserError):
+    """A text that has more tokens than fit into the context."""
+
+
 class RankError(UserError):
     """One that may concern this rank alone of several: each says it for itself."""
 

@@ -524,12 +524,13 @@ def test_the_process_builds_what_this_one_builds(monkeypatch):
 
 
 def test_states_times_classes_are_bounded(monkeypatch):
-    automata.automaton_of.cache_clear()
     for name in ("MOST_CELLS", "MOST_STEPS"):
         with monkeypatch.context() as patch:
+            automata.automaton_of.cache_clear()
             patch.setattr(automata, name, 20)
             with pytest.raises(UserError):
                 automaton_of("[ab]{9}c", LETTERS)
+    automata.automaton_of.cache_clear()  # a refusal is remembered
     assert automaton_of("[ab]{9}c", LETTERS).lengths(20) == [10]
 
 

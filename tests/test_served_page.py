@@ -19,7 +19,8 @@ from nanomdlm.support.web import live_page, served_page
 for package in ("greenlet", "starlette", "uvicorn"):
     pytest.importorskip(package)
 httpx = pytest.importorskip("httpx")
-from test_serving import get, network, post, serving, wait_for
+from test_engine import network
+from test_serving import get, post, serving, wait_for
 
 SAID = "$('said').textContent"
 LOADED = "typeof ready !== 'undefined' && ready"

@@ -2,14 +2,12 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT, TINY, run_mdlm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,405 +22,31 @@ from hypothesis import strategies as st
 import mdlm
 import sample
 import serve
-from nanomdlm.kernels import operations as kernels
-from nanomdlm.support.errors import UserError
-from nanomdlm.support.infill import batching
-from nanomdlm.support.infill.shared_padding import compute_once
-from nanomdlm.support.serving import app, completions
-from nanomdlm.support.serving.completions import (
-    Bounds,
-    Invalid,
-    of_chat,
-    of_completion,
-    of_infill,
-)
+from nanomdlm.support.serving import app, writing
 
 greenlet = pytest.importorskip("greenlet")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
-from nanomdlm.support.serving import engine as engines
+from test_engine import PATIENCE, network
+
 from studies import serving as study
 
-V = 11
 UNITS = ("n", "ms", "per_token_ms", "per_second")  # of the timings of llama.cpp
-PATIENCE = 120  # seconds, as the machine may have other work
 get, post, options, request = (
     partial(getattr(httpx, name), timeout=PATIENCE)
     for name in ("get", "post", "options", "request")
 )
 
 
-def network(block_length=0, block_size=32, **more):
-    """A float32 network whose weights are all random."""
-    config = mdlm.Config(n_layer=3, n_head=2, n_embd=32, block_size=block_size, dropout=0.0)
-    config.block_length = block_length
-    config.attention_every = 2
-    config.document_length = "predicted"
-    for name, value in more.items():
-        setattr(config, name, value)
-    torch.manual_seed(1)
-    model = mdlm.make_model(config, V, kernels.REFERENCES).eval()
-    for p in model.parameters():
-        p.data.normal_(0, 0.3)
-    return model
-
-
-# ---- A row does not depend on its batch
-def test_texts_in_one_piece_get_the_same_bits_in_any_call():
-    """Alone, among others in any order, and with equal padding computed once."""
-    check_pieces()
-
-
-def check_pieces(calls=12, **more):
-    model = network(block_size=64, **more)
-    quick = compute_once(model)
-    g = torch.Generator().manual_seed(0)
-
-    def view():
-        B = int(torch.randint(1, 5, (), generator=g))
-        x = torch.full((B, 64), model.mask_id)
-        for row in x:
-            n = int(torch.randint(1, 64, (), generator=g))
-            row[:n] = torch.randint(V, (n,), generator=g)
-        n = int(torch.randint(1, 12, (), generator=g))
-        return model.objective.view(x, rows=torch.randperm(B * 64, generator=g)[:n].sort().values)
-
-    with torch.no_grad():
-        views = [view() for _ in range(8)]
-        alone = [batching.compute(model, [each])[0] for each in views]
-        for _ in range(calls):
-            pick = torch.randperm(8, generator=g)[: int(torch.randint(1, 9, (), generator=g))]
-            for one in (model, quick):
-                found = batching.compute(one, [views[i] for i in pick])
-                assert all(a.equal(alone[i]) for a, i in zip(found, pick))
-
-
-@pytest.mark.parametrize("S", [1, 2, 3, 4, 8])
-def test_blocks_get_the_same_bits_in_any_call(S):
-    """Each text is at a block of its own, and some see their last block for the first time."""
-    check_blocks(S)
-
-
-def check_blocks(S, **more):
-    model = network(S, block_size=24, **more)
-    g = torch.Generator().manual_seed(0)
-    texts = [torch.randint(V, (B, 8 * S), generator=g) for B in (1, 2, 1, 3)]
-    begins = [0, 2, 1, 0]
-
-    def view(cache, x, n):
-        window = slice(cache.follow(n * S), (n + 1) * S)
-        ids = x[:, window].clone()
-        ids[:, -S:] = model.mask_id
-        rows = torch.arange(ids.numel()).view(ids.shape)[:, -S:].flatten()
-        return cache.view(ids, rows)
-
-    def numbers(begin):
-        return [n for n in range(begin, begin + 4) for _ in range(2)]
-
-    with torch.no_grad():
-        alone = []
-        for x, begin in zip(texts, begins):
-            cache = model.objective.cache()
-            alone.append([batching.compute(model, [view(cache, x, n)])[0] for n in numbers(begin)])
-        caches = [model.objective.cache() for _ in texts]
-        done = [0] * len(texts)
-        while min(done) < 8:
-            here = [i for i in range(4) if done[i] < 8 and torch.rand((), generator=g) < 0.6]
-            if not here:
-                continue
-            views = [view(caches[i], texts[i], numbers(begins[i])[done[i]]) for i in here]
-            for i, found in zip(here, batching.compute(model, views)):
-                assert found.equal(alone[i][done[i]])
-                done[i] += 1
-
-
-def test_two_threads_give_the_same_bits_in_any_call():
-    """In a network so wide that MKL shares its products out to both of them."""
-    # Set after the import, which sets one thread.
-    code = "import torch, test_serving as t; torch.set_num_threads(2); "
-    code += "t.check_pieces(4, n_embd=256); t.check_blocks(4, n_embd=256); "
-    code += "assert torch.get_num_threads() == 2"
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-
-
-# ---- The engine
-@contextlib.contextmanager
-def running(**limits):
-    engine = engines.Engine(torch.device("cpu"), **limits)
-    thread = engines.start(engine)
-    yield engine
-    engine.close()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-class Answer:
-    """Submits a function of a model, and waits for what comes of it."""
-
-    def __init__(self, engine, model, function, deadline=float("inf")):
-        self.event = threading.Event()
-        self.request = engines.Request(
-            lambda stand_in: function(stand_in(model)), self.done, deadline
-        )
-        engine.submit(self.request)
-
-    def done(self, result, error):
-        self.result = result
-        self.error = error
-        self.event.set()
-
-    def wait(self):
-        assert self.event.wait(PATIENCE), "a request was lost"
-        if self.error:
-            raise self.error
-        return self.result
-
-
-def texts_of(model, seed, **more):
-    x = torch.full((2, 32), model.mask_id)
-    x[:, : seed % 7] = seed % V
-    return sample.generate(model, x, seed=seed, **more)
-
-
-@pytest.mark.parametrize("S", [0, 4])
-def test_requests_together_get_what_each_gets_alone(S):
-    """Whatever their steps, orders and temperatures."""
-    model = network(S)
-    kinds = [{}, dict(steps=48, order="margin"), dict(temperature=0.5), dict(steps=24)]
-    alone = [texts_of(model, i, **kinds[i % 4]) for i in range(9)]
-    with running() as engine:
-        answers = [
-            Answer(engine, model, lambda m, i=i: texts_of(m, i, **kinds[i % 4])) for i in range(9)
-        ]
-        assert all(a.wait().equal(b) for a, b in zip(answers, alone))
-    assert engine.counts.calls < 0.6 * engine.counts.views, "calls are merged"
-
-
-def test_short_text_does_not_wait_for_a_long_one():
-    model = network()
-    order = []
-    with running() as engine:
-        long = Answer(engine, model, lambda m: [texts_of(m, i, steps=30) for i in range(8)])
-        long.request.done = lambda *_: (order.append("long"), long.done(*_))
-        short = Answer(engine, model, lambda m: texts_of(m, 1, steps=4))
-        short.request.done = lambda *_: (order.append("short"), short.done(*_))
-        long.wait()
-        short.wait()
-    assert order == ["short", "long"]
-
-
-def test_request_that_fails_fails_alone():
-    model = network()
-
-    def fail(m):
-        texts_of(m, 1, steps=4)
-        raise ZeroDivisionError
-
-    with running() as engine:
-        wrong = Answer(engine, model, fail)
-        right = Answer(engine, model, lambda m: texts_of(m, 2, steps=8))
-        assert right.wait().equal(texts_of(model, 2, steps=8))
-        with pytest.raises(ZeroDivisionError):
-            wrong.wait()
-
-
-def test_view_that_fails_fails_its_request_alone():
-    model = network()
-
-    def fail(m):
-        return m(m.objective.view(torch.full((1, 32), 99)))  # no such id
-
-    with running() as engine:
-        wrong = Answer(engine, model, fail)
-        right = Answer(engine, model, lambda m: texts_of(m, 2, steps=8))
-        assert right.wait().equal(texts_of(model, 2, steps=8))
-        with pytest.raises(IndexError):
-            wrong.wait()
-
-
-def test_full_memory_lowers_what_is_merged(monkeypatch):
-    model = network()
-    forward = mdlm.Model.forward
-
-    def limited(self, view, *more):
-        if len(view.ids) > 4:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: out of memory")
-        return forward(self, view, *more)
-
-    monkeypatch.setattr(mdlm.Model, "forward", limited)
-    with running() as engine:
-        answers = [Answer(engine, model, lambda m, i=i: texts_of(m, i)) for i in range(6)]
-        assert all(a.wait().equal(texts_of(model, i)) for i, a in enumerate(answers))
-    assert 1 <= engine.counts.shed <= 3
-
-
-def test_given_up_request_ends_within_a_call():
-    model = network()
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(time.monotonic()))
-    with running() as engine:
-        answer = Answer(engine, model, lambda m: [texts_of(m, i) for i in range(1000)])
-        while len(calls) < 3:
-            time.sleep(0.001)
-        answer.request.give_up()
-        n = len(calls)
-        with pytest.raises(engines.GivenUp):
-            answer.wait()
-        assert len(calls) <= n + 2
-    assert engine.counts.given_up == 1
-
-
-def test_limits_of_the_engine():
-    model = network()
-    with running(most_active=1, most_waiting=1) as engine:
-        late = Answer(
-            engine, model, lambda m: [texts_of(m, i) for i in range(1000)], time.monotonic() + 0.2
-        )
-        while engine.waiting()[0]:
-            time.sleep(0.001)
-        second = Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
-        with pytest.raises(engines.Full):
-            Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
-        with pytest.raises(engines.TookTooLong):
-            late.wait()
-        second.wait()
-    with pytest.raises(engines.Closed):
-        Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
-
-
-def test_without_a_queue_one_request_is_computed():
-    model = network()
-    with running(most_active=1, most_waiting=0) as engine:
-        first = Answer(engine, model, lambda m: [texts_of(m, i, steps=30) for i in range(8)])
-        with pytest.raises(engines.Full):
-            Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
-        first.wait()
-        Answer(engine, model, lambda m: texts_of(m, 0, steps=2)).wait()
-
-
 # ---- What clients ask for
-def test_completion_fields():
-    job = of_completion(dict(prompt="a", n=3, stop="x", seed=5, top_p=1, user="me"), Bounds())
-    assert (job.prompts, job.kind, job.n, job.stop) == (["a"], "continue", 3, ["x"])
-    assert job.settings == dict(seed=5, top_p=1.0)
-    job = of_completion(dict(prompt=["a", "b"], suffix="c", max_tokens=4), Bounds())
-    assert (job.prompts, job.kind, job.max_tokens) == ([("a", "c"), ("b", "c")], "gap", 4)
-    assert of_completion(dict(infill="a█"), Bounds()).kind == "template"
-    job = of_completion(dict(prompt="", infill="a█"), Bounds())  # the openai package sends a prompt
-    assert (job.kind, job.prompts) == ("template", ["a█"])
-    seeds = {of_completion({}, Bounds()).settings["seed"] for _ in range(9)}
-    assert len(seeds) == 9, "without a seed each request has its own"
-
-
-@pytest.mark.parametrize(
-    "body, param, status",
-    [
-        (dict(prompt=5), "prompt", 400),
-        (dict(prompt=[]), "prompt", 400),
-        (dict(prompt=["a"] * 17), "prompt", 422),
-        (dict(prompt=[[1, 2]]), "prompt", 400),
-        (dict(prompt="\ud800"), "prompt", 400),
-        (dict(max_tokens=0), "max_tokens", 400),
-        (dict(max_tokens=9999), "max_tokens", 422),
-        (dict(max_tokens=True), "max_tokens", 400),
-        (dict(n="2"), "n", 400),
-        (dict(temperature="hot"), "temperature", 400),
-        (dict(stop=["a"] * 5), "stop", 400),
-        (dict(stop=""), "stop", 400),
-        (dict(stream="yes"), "stream", 400),
-        (dict(presence_penalty=0.5), "presence_penalty", 400),
-        (dict(best_of=4), "best_of", 400),
-        (dict(logprobs=-1), "logprobs", 400),
-        (dict(regex=5), "regex", 400),
-        (dict(regex="a+", choices=["a"]), "choices", 400),
-        (dict(choices=[]), "choices", 400),
-        (dict(choices=["a"] * 300), "choices", 422),
-        (dict(max_token=4), "max_token", 400),
-        (dict(infill="a█", suffix="b"), "suffix", 400),
-        ([], None, 400),
-    ],
-)
-def test_wrong_field_is_named(body, param, status):
-    with pytest.raises(Invalid) as e:
-        of_completion(body, Bounds())
-    assert (e.value.param, e.value.status) == (param, status)
-    assert "\n" not in str(e.value)
-
-
+NAMES = sorted({name for model, _ in app.WRITES.values() for name in model.model_fields})
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=8,
 )
-NAMES = [*completions.OTHERS, *completions.SETTINGS, *completions.IDLE, *completions.OF_CHAT]
-NAMES += ["input_prefix", "n_predict"]
-BODIES = st.dictionaries(st.sampled_from(sorted(set(NAMES))), JSON, max_size=5) | JSON
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(BODIES)
-def test_any_body_is_a_job_or_refused(body):
-    for read in (of_completion, of_chat, of_infill):
-        try:
-            job = read(body, Bounds())
-        except Invalid as e:
-            assert e.status in (400, 422)
-        else:
-            assert (
-                1 <= job.n <= 16 and job.max_tokens <= 2048 and 0 <= job.settings["seed"] < 1 << 32
-            )
-
-
-def test_stream_sends_what_no_stop_can_take_back():
-    progress = completions.Progress(["END", "\n\n"])
-    sent = [progress.grow(text) for text in ("ab", "abE", "abEN", "abENx", "abENx\n", "abENx\n\nq")]
-    assert sent == ["ab", "", "", "ENx", "", ""]
-    assert progress.is_done and progress.sent == "abENx"
-    progress = completions.Progress([])
-    assert [progress.grow("a\ufffd"), progress.grow("aé", True)] == ["a", "é"]
-
-
-def test_first_stop_cuts():
-    assert completions.cut_at("abcabc", ["bc", "c"]) == ("a", "bc")
-    assert completions.cut_at("abc", ["x"]) == ("abc", "")
-
-
-@pytest.mark.parametrize(
-    "error, status, code",
-    [
-        (engines.Full(), 429, "queue_full"),
-        (engines.Closed(), 503, "stopping"),
-        (engines.TookTooLong(), 503, "time_limit"),
-        (MemoryError(), 503, "memory"),
-        (KeyError("secret"), 500, "failed"),
-    ],
-)
-def test_each_failure_has_its_status(error, status, code, capsys):
-    refused = app.explained(error)
-    assert (refused.status, refused.content["error"]["code"]) == (status, code)
-    assert ("retry-after" in refused.headers) == (code in ("queue_full", "stopping", "memory"))
-    assert "secret" not in str(refused) + capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", [dict(objective="ar"), dict(block_length=4)], ids=str)
-def test_models_that_do_not_see_a_suffix_score_it(kind):
-    """Their fills are those of sample.search; what is drawn, for the page, is refused."""
-    model = network(**kind)
-    tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
-    writer = serve.Writer(model, model, tokenizer)
-    job = of_completion(dict(infill="a█bbbb"), Bounds())
-    (text,) = writer.write(job, lambda model: model, lambda *args: False)
-    assert text.whole == sample.search(model, tokenizer, "a█bbbb", top=1)[0].text
-    job.watch = True
-    with (
-        pytest.raises(UserError, match="does not see text")
-        if "block_length" in kind
-        else contextlib.nullcontext()
-    ):
-        writer.count(job)
+BODIES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5) | JSON
 
 
 # ---- A process, and clients
@@ -563,7 +186,7 @@ def test_fills_match(server, short_run):
     end = post(url, json=dict(prompt="The ", regex="[0-9]{2}", max_tokens=4)).json()["choices"]
     assert re.fullmatch("[0-9]{2}", end[0]["text"])
     wrong = post(url, json=body | dict(regex="(a"))
-    assert wrong.status_code == 400 and "brackets" in wrong.json()["error"]["message"]
+    assert wrong.status_code == 400 and wrong.json()["error"]["message"]
 
 
 def test_proofreading_is_that_of_python(server, short_run):
@@ -588,7 +211,7 @@ def test_errors_are_those_of_openai(client, server):
     ):
         with pytest.raises(kind) as e:
             client.completions.create(**dict(model="out") | fields)
-        assert e.value.body["message"] and "--" not in e.value.body["message"]
+        assert "--" not in e.value.body["message"], "a client has no flags"
         assert e.value.body["param"] == param
 
 
@@ -650,7 +273,7 @@ def test_of_a_long_file_no_more_is_encoded_than_may_fit(monkeypatch):
     """It would take the time of all clients."""
     model = network(block_size=32)
     tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
-    writer = serve.Writer(model, model, tokenizer)
+    writer = writing.Writer(model, model, tokenizer, serve.sampler)
     sizes = []
     encode = tokenizer.encode_lossless
 
@@ -675,12 +298,10 @@ def test_of_a_long_file_no_more_is_encoded_than_may_fit(monkeypatch):
 
 
 def test_editors_say_how_long_they_wait(server):
-    job = of_infill(dict(input_prefix="a", input_suffix="b", t_max_predict_ms=500), Bounds())
-    assert job.seconds == 0.5
-    for none in (dict(), dict(t_max_predict_ms=0), dict(t_max_predict_ms=-1)):
-        assert of_infill(dict(input_prefix="a") | none, Bounds()).seconds == math.inf
-    body = dict(input_prefix="The ", input_suffix=" is", n_predict=9, t_max_predict_ms=1)
-    assert post(f"{server.url}/infill", json=body).json()["stop"] is True
+    body = dict(input_prefix="The ", input_suffix=" is", n_predict=9)
+    for ms in (1, 0, -1):  # 0, -1: no limit
+        r = post(f"{server.url}/infill", json=body | dict(t_max_predict_ms=ms))
+        assert r.json()["stop"] is True
 
 
 @pytest.mark.parametrize(
@@ -719,11 +340,6 @@ def talk(server, content, seconds=PATIENCE):
     return answer
 
 
-def test_no_http_is_refused_in_json(server):
-    answer = talk(server, b"nonsense\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 400") and b'"error"' in answer
-
-
 def test_body_of_100_mb_is_not_read_into_memory(server):
     size = 100 << 20
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
@@ -737,12 +353,6 @@ def test_body_of_100_mb_is_not_read_into_memory(server):
         assert post(f"{server.url}/v1/completions", content=parts()).status_code == 413
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     assert int(re.search(r"VmHWM:\s+(\d+)", status)[1]) < 1 << 20, "less than 1 GiB in all"
-
-
-def test_pages_of_other_sites_are_kept_out(server):
-    for headers in (dict(origin="https://evil.example"), dict(host="evil.example")):
-        r = get(f"{server.url}/v1/models", headers=headers)
-        assert r.status_code == 403 and "access-control-allow-origin" not in r.headers
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -855,7 +465,7 @@ def test_key_and_queue(short_run):
 def test_host_beyond_this_machine_needs_a_key(short_run):
     process = program_of(f"--out_dir={short_run}", "--host=0.0.0.0")
     _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2 and "give --api_key=KEY" in err and "Traceback" not in err
+    assert process.returncode == 2 and "--api_key" in err and "Traceback" not in err
 
 
 # ---- Models of blocks
@@ -899,17 +509,9 @@ def test_a_text_in_one_piece_streams_what_can_no_longer_change(server):
 
 # ---- Long ones
 @pytest.mark.long
-def test_idle_and_slow_connections_keep_none_out(short_run):
-    """2,000 that send nothing, and one that sends its body byte by byte."""
+def test_a_slow_body_ends_and_connections_are_bounded(short_run):
     with serving(f"--out_dir={short_run}", "--max_connections=100") as found:
         host, port = found.url[7:].split(":")
-        idle = []
-        for _ in range(2000):
-            with contextlib.suppress(OSError):
-                idle.append(socket.create_connection((host, int(port)), 5))
-        began = time.monotonic()
-        assert get(f"{found.url}/health").status_code == 200
-        assert time.monotonic() - began < 5
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
         with socket.create_connection((host, int(port)), PATIENCE) as slow:
             slow.sendall(head)
@@ -918,8 +520,11 @@ def test_idle_and_slow_connections_keep_none_out(short_run):
                     slow.sendall(b" ")
                 time.sleep(1)
             assert slow.recv(1 << 16).startswith(b"HTTP/1.1 408")
+        idle = [socket.create_connection((host, int(port)), 5) for _ in range(120)]
+        assert get(f"{found.url}/health").status_code == 503
         for each in idle:
             each.close()
+        time.sleep(1)
         assert get(f"{found.url}/health").status_code == 200
 
 

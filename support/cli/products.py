@@ -3,10 +3,16 @@
 So the programs start without them, and work where they have been removed.
 """
 
+from types import SimpleNamespace
+
+from nanomdlm.support.cli import environment
+
 
 def automata():
     """Regular expressions as automata over tokens."""
     from nanomdlm.support.constrain import automaton
+
+    environment.optional("outlines_core", "a gap that must match")
 
     return automaton
 
@@ -44,3 +50,14 @@ def word_statistics():
     from nanomdlm.support.infill import word_statistics
 
     return word_statistics
+
+
+def serving():
+    """The server: what serve.py puts together."""
+    for package in ("pydantic", "starlette", "uvicorn", "greenlet"):
+        environment.optional(package, "serve.py")
+    from nanomdlm.support.serving import app, engine, rendering, requests, writing
+    from nanomdlm.support.web import served_page
+
+    modules = (app, engine, rendering, requests, writing, served_page)
+    return SimpleNamespace(**{module.__name__.rpartition(".")[2]: module for module in modules})

@@ -5,108 +5,97 @@ bytes of each token from each state makes it one over tokens. These fall into fe
 a class lead to the same states, so a pass over a position costs states x classes.
 """
 
+import contextvars
 import functools
 import re
 import subprocess
 import sys
-import warnings
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from nanomdlm.support.cli.environment import optional
 from nanomdlm.support.constrain import build_automaton
 from nanomdlm.support.errors import UserError
 
 PROGRAM = Path(build_automaton.__file__)
 SECONDS = 30  # of waiting for it
-MOST_BYTES = 1 << 16  # of a pattern
-MOST_COUNT = 10_000  # in a{COUNT}
 MOST_STEPS = 1 << 30  # bytes of tokens that are followed from all states
 MOST_CELLS = 1 << 20  # states x classes: a pass over a position takes some milliseconds
 PASS = 1 << 22  # numbers that are in memory at once
-SMALLER = "give shorter counts, fewer choices, or [a-z] in place of \\w"
+SMALLER = build_automaton.SMALLER
 
-# Escaped characters and classes, in which signs have another meaning.
-ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+# A function that raises where nobody waits for an automaton any more. It is called while one is
+# built, in the context of the thread that builds.
+still_wanted = contextvars.ContextVar("still_wanted", default=lambda: None)
+
+
+def remembered(maxsize):
+    """functools.lru_cache that remembers UserErrors too: what was refused once takes no time."""
+
+    def decorate(function):
+        @functools.lru_cache(maxsize)
+        def outcome(*args):
+            try:
+                return function(*args), None
+            except UserError as e:
+                return None, str(e)
+
+        @functools.wraps(function)
+        def call(*args):
+            value, refusal = outcome(*args)
+            if refusal is not None:
+                raise UserError(refusal)
+            return value
+
+        call.cache_clear = outcome.cache_clear
+        return call
+
+    return decorate
 
 
 # ---- Patterns
-def check_pattern(pattern):
-    """Raise UserError for a pattern that is no whole one, too long, or read in several ways."""
-    shown = repr(pattern[:40])
-    if len(pattern.encode()) > MOST_BYTES:
-        raise UserError(f"the pattern {shown} has more than {MOST_BYTES >> 10} kB; {SMALLER}")
-    escapes = ESCAPE_OR_CLASS.findall(pattern)
-    rest = ESCAPE_OR_CLASS.sub("_", pattern)
-    if re.search(r"[\^$]", rest) or any(re.fullmatch(r"\\[bBAzZ<>]", each) for each in escapes):
-        fix = "leave them out, or write \\^ and \\$ for the characters"
-        raise UserError(f"{shown} has an anchor, and a pattern matches the whole gap; {fix}")
-    if re.search(r"\(\?<?[=!>]", rest):
-        raise UserError(f"{shown} looks around, which no automaton can; write what the gap has")
-    if any(re.fullmatch(r"\\[1-9]", each) for each in escapes) or "(?P=" in rest:
-        fix = "write a list of texts: [___|aa|bb]"
-        raise UserError(f"{shown} refers back, which no automaton can; {fix}")
-    if re.search(r"[*+?}]\+", rest):
-        fix = "leave out the second sign"
-        raise UserError(f"{shown} has a possessive count, which is not known; {fix}")
-    depth = np.cumsum([(c == "(") - (c == ")") for c in rest] or [0])
-    if depth.min() < 0 or depth[-1]:
-        raise UserError(f"{shown} is no regular expression: its brackets do not pair; mend it")
-    counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{[0-9, ]*\}", rest)))
-    if any(len(count) > 5 or int(count) > MOST_COUNT for count in counts):
-        raise UserError(f"{shown} has a count above {MOST_COUNT:,}; give a smaller one")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            re.compile(pattern)
-        except (FutureWarning, DeprecationWarning) as e:
-            fix = "write \\ before such a sign"
-            raise UserError(f"programs read {shown} in several ways ({e}); {fix}") from None
-        except (re.error, OverflowError, RecursionError):
-            pass  # the library has \p{L}, and says itself what it refuses
-
-
-def why_python_refuses(pattern):
-    """What Python says of a pattern, which is clearer than what the library says; "" if nothing."""
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as e:
-        return str(e)
-    return ""
-
-
 def run_builder(pattern):
     """Run build_automaton.py; return its numbers. Raises ValueError, MemoryError, TimeoutExpired"""
     command = [sys.executable, str(PROGRAM)]
-    run = subprocess.run(command, input=pattern.encode(), capture_output=True, timeout=SECONDS)
-    if run.returncode == build_automaton.REFUSED:
-        raise ValueError(run.stderr.decode(errors="replace"))
-    if run.returncode:  # the limits, or the system, have ended it
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + SECONDS
+    content = pattern.encode("utf-8", "surrogatepass")
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            while True:
+                still_wanted.get()()
+                try:
+                    out, err = process.communicate(content, timeout=0.05)
+                    break
+                except subprocess.TimeoutExpired:
+                    content = None  # it is being sent
+                    if time.monotonic() > deadline:
+                        raise
+        finally:
+            process.kill()
+    if process.returncode == build_automaton.REFUSED:
+        raise ValueError(err.decode(errors="replace"))
+    if process.returncode:  # the limits, or the system, have ended it
         raise MemoryError
-    return np.frombuffer(run.stdout, np.int32)
+    return np.frombuffer(out, np.int32)
 
 
-@functools.lru_cache(maxsize=8)
+@remembered(maxsize=64)
 def byte_automaton(pattern):
     """Return (next (Q + 1, 256) int32, accepts (Q + 1,) bool) over bytes; state Q is dead.
 
     Raises UserError for what is no regular expression, matches nothing, or takes too much.
     """
-    optional("outlines_core", "a gap that must match")
-    check_pattern(pattern)
-    shown = repr(pattern[:40])
+    if len(pattern) > build_automaton.MOST_BYTES:  # before it is copied anywhere
+        raise UserError(build_automaton.too_long(pattern))
     try:
         numbers = run_builder(pattern)
     except (MemoryError, subprocess.TimeoutExpired):
-        raise UserError(f"the automaton of {shown} is too large; {SMALLER}") from None
+        raise UserError(f"the automaton of {pattern[:40]!r} is too large; {SMALLER}") from None
     except ValueError as e:
-        if "no transitions" in str(e):
-            raise UserError(f"no text matches {shown}; mend the pattern") from None
-        why = (why_python_refuses(pattern) or str(e))[:200]
-        what = f"{shown} is no regular expression that outlines-core takes"
-        raise UserError(f"{what} ({why}); mend it, or write \\ before a sign") from None
+        raise UserError(str(e)) from None
     states, finals = numbers[:2]
     source, byte, target = numbers[2 + finals :].reshape(-1, 3).T
     table = np.full((states + 1, 256), states, np.int32)
@@ -247,6 +236,7 @@ def shortest(automaton):
     state = torch.zeros(automaton.S + 1, dtype=torch.bool)
     state[0] = True
     for n in range(automaton.S + 1):
+        still_wanted.get()()
         if (state & automaton.accepts).any():
             return n
         reached = torch.zeros_like(state)
@@ -278,7 +268,7 @@ def without_space(text, space):
     return text[len(shown[0].encode()) :] if shown[0].isspace() else text
 
 
-@functools.lru_cache(maxsize=32)
+@remembered(maxsize=32)
 def automaton_of(pattern, tokenizer, is_first=False, space=""):
     """Return the Automaton of a pattern over the tokens of a tokenizer.
 
@@ -312,6 +302,7 @@ def automaton_of(pattern, tokenizer, is_first=False, space=""):
     todo = [int(q) for q in np.unique(reached) if q != dead]
     work = 0
     while todo:
+        still_wanted.get()()
         batch = todo[: max(1, PASS // max(1, V))]
         todo = todo[len(batch) :]
         number |= {q: 1 + len(number) + i for i, q in enumerate(batch)}
@@ -359,6 +350,7 @@ def without_dead_ends(next, accepts):
     """`next` (S + 1, C) with the dead state in place of those from which nothing matches."""
     alive = accepts.copy()
     while True:
+        still_wanted.get()()
         more = alive | alive[next].any(1)
         if (more == alive).all():
             break

@@ -16,6 +16,16 @@ USER, ASSISTANT = "user", "assistant"
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # which a template may write
 
 
+def run(messages, template, tokens):
+    """The text that a template writes for messages."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (text,), _ = render_jinja_template(
+        [messages], chat_template=template, add_generation_prompt=True, **tokens
+    )
+    return text
+
+
 class ChatTemplate:
     """template: its source. tokens: name -> text of the special tokens that it may write."""
 
@@ -23,6 +33,7 @@ class ChatTemplate:
         self.template = template
         self.tokens = tokens
         self.special = None  # a pattern of the special tokens, once the tokenizer is known
+        self.run = run  # a server runs it in a process that it can end
 
     def forbid(self, tokens):
         """Refuse messages that spell one of these special tokens: it would count as that token."""
@@ -77,17 +88,14 @@ class ChatTemplate:
             if found := self.special.search("\n".join(message.values())):
                 what = f"a message spells the special token {found[0]!r}"
                 raise UserError(f"{what}; remove it from the message")
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         try:
-            (text,), _ = render_jinja_template(
-                [messages], chat_template=self.template, add_generation_prompt=True, **self.tokens
-            )
+            return self.run(messages, self.template, self.tokens)
+        except UserError:
+            raise
         except Exception as e:  # whatever a program raises
             why = " ".join(str(e).split())[:200] or type(e).__name__
             fix = "write the conversation as it expects"
             raise UserError(f"the chat template fails ({why}); {fix}") from e
-        return text
 
     def pairs(self, messages):
         """Yield (text before it, content) of each message of the assistant."""

@@ -86,50 +86,57 @@ def predictions(
         yield row, i, logits_at(model, xt, torch.arange(len(row), device=x.device), i, x.device)
 
 
-def window_start(model, i, T):
+def window_start(model, i, T, given_all=True):
     """Where the context begins in which token i of T is predicted, if T is more than the context.
 
-    Around the token; for a model that sees no later block or token, up to the end of its own.
+    Around the token; where no later block or token is seen, up to the end of its own.
     """
     L = model.config.block_size
+    if abilities.fills_gaps(model) and not given_all:
+        return max(0, i + 1 - L)
     if abilities.fills_gaps(model):
         return min(max(0, i - L // 2), T - L)
     S = abilities.piece_size(model)
     return max(0, (i // S + 1) * S - L)
 
 
-def predict_each(model, ids, shown):
+def predict_each(model, ids, shown, given_all=True):
     """Yield (position, logits (V,)) of the tokens `shown` (T,) of a text ids (T,).
+
+    given_all: as for `predictions`
 
     Those that the model is not trained to predict are left out. T may exceed the context: each
     token then has a context of its own, see window_start.
     """
     T = len(ids)
     L = model.config.block_size
-    starts = [window_start(model, i, T) if T > L else 0 for i in range(T)]
+    starts = [window_start(model, i, T, given_all) if T > L else 0 for i in range(T)]
     for start in sorted(set(starts)):
         x = to_context(model, ids[None, start : start + L])
         inside = [i - start for i in range(T) if starts[i] == start and shown[i]]
         where = torch.zeros_like(x, dtype=torch.bool)
         where[0, inside] = True
-        for _, at, logits in predictions(model, x, where & model.objective.scored_mask(x)):
+        where &= model.objective.scored_mask(x)
+        for _, at, logits in predictions(model, x, where, given_all):
             yield from zip((at + start).tolist(), logits)
 
 
 @torch.no_grad()
-def token_logprobs(model, tokenizer, ids, drawn=None, k=5, n=None):
+def token_logprobs(model, tokenizer, ids, drawn=None, k=5, n=None, first=0, given_all=True):
     """A list of TokenLogprob for the tokens of a text, without its [END].
 
     ids: list of all that the model sees, at least one context if the text ends with [END]
     drawn: (T,) float64, log p of each when it was drawn, NaN for the given ones; None: all are
-    k: how many of the likeliest tokens; n: only for the first n ids
+    k: how many of the likeliest tokens; first, n: only for ids first .. n - 1
+    given_all: each given all others that the model sees; else given those before it, as in `score`
     """
     model = calibrated(model)
     n = len(ids) if n is None else n
-    shown = [i < n and ids[i] != tokenizer.end_id for i in range(len(ids))]
+    shown = [first <= i < n and ids[i] != tokenizer.end_id for i in range(len(ids))]
     texts = tokenizer.pieces(ids[:n])
     found = {}
-    for i, logits in predict_each(model, torch.tensor(ids, device=device_of(model)), shown):
+    x = torch.tensor(ids, device=device_of(model))
+    for i, logits in predict_each(model, x, shown, given_all):
         logp = logits.log_softmax(-1)
         best = logp.topk(min(k, len(logp)))
         likely = [(v, p) for p, v in zip(*map(torch.Tensor.tolist, best)) if p > -math.inf]

@@ -22,7 +22,7 @@ import torch
 
 from nanomdlm.support.cli import products
 from nanomdlm.support.cli.arguments import check_text, whole_number
-from nanomdlm.support.errors import UserError
+from nanomdlm.support.errors import TooLong, UserError
 
 # Marks of gaps, and what begins one that must match.
 GAP = re.compile(r"((?<!\\)\[(?:___|█+)[:|]|█|(?<!\\)\[MASK\]|\[___\])")
@@ -81,7 +81,9 @@ class Gap(NamedTuple):
             return self.length
         if self.spelled:
             return min(map(len, self.spelled))
-        return self.automaton.shortest if self.automaton else 1
+        if self.automaton:
+            return self.automaton.shortest
+        return 0 if self.pattern else 1  # one that must match may be empty
 
     def lengths(self, max_gap):
         """The numbers of tokens that it may have, up to max_gap unless all choices are known."""
@@ -129,20 +131,29 @@ def encode_text(text, tokenizer, after_gap, before_gap):
     return Text(text, shorter if lends else ids, lends)
 
 
+def encode_strings(segments, tokenizer):
+    """Return the segments with a Text in place of each string. Strings alternate with gaps."""
+    last = len(segments) - 1
+    return [
+        encode_text(segment, tokenizer, after_gap=i > 0, before_gap=i < last)
+        if isinstance(segment, str) and not segment_is_encoded(segment)
+        else segment
+        for i, segment in enumerate(segments)
+    ]
+
+
 def encode_segments(segments, tokenizer):
     """Return the segments with a Text in place of each string. Strings alternate with gaps.
 
     Each Gap that must match has its automaton then, which depends on what precedes it.
     """
     encoded = []
-    for i, segment in enumerate(segments, 1):
+    ids = []
+    for segment in encode_strings(segments, tokenizer):
         if not segment_is_encoded(segment):
-            if isinstance(segment, str):
-                is_last = i == len(segments)
-                segment = encode_text(segment, tokenizer, after_gap=i > 1, before_gap=not is_last)
-            else:
-                segment = place_pattern(segment, encoded, tokenizer)
+            segment = place_pattern(segment, encoded[-1:], ids, tokenizer)
         encoded.append(segment)
+        ids += [0] * segment.size if segment.is_gap else segment.ids
     return encoded
 
 
@@ -153,13 +164,13 @@ def segment_is_encoded(segment):
 
 
 # ---- Gaps that must match
-def place_pattern(gap, before, tokenizer):
+def place_pattern(gap, before, ids, tokenizer):
     """Return a Gap with its automaton, and the ids of its choices.
 
-    before: the encoded segments that precede it. Raises UserError if no text can match.
+    before: [the encoded segment before it], or []; ids: of all that precedes it. Raises UserError
+    if no text can match.
     """
-    ids = to_ids(before, tokenizer)
-    last = before[-1] if before else None
+    last = before[0] if before else None
     space = "drop" if tokenizer.kind == "id" else ""
     if isinstance(last, Text) and last:
         start = len(ids) - len(last.ids)
@@ -349,6 +360,17 @@ def of_prompt(prompt, tokenizer, length, config):
     Raises UserError if the prompt cannot be encoded or leaves no room.
     """
     length = length or config.block_size
+    given = given_text(prompt, tokenizer, config)
+    if config.prompt_column:  # all within the context
+        length = min(length, config.block_size)
+    n = given.size
+    if n >= length:
+        raise TooLong(f"the prompt has {n} tokens of {length}; raise --length, or shorten it")
+    return [given, Gap(length - n)] if given else [Gap(length - n)]
+
+
+def given_text(prompt, tokenizer, config):
+    """Return the Text of a prompt, or of the messages of a conversation as JSON."""
     if config.chat_column:
         messages = tokenizer.chat.to_messages(prompt)
         for message in messages:  # what the tokenizer loses is refused, as in other texts
@@ -360,15 +382,9 @@ def of_prompt(prompt, tokenizer, length, config):
         raise UserError(
             f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt"
         )
-    if config.prompt_column:  # as in training: [END] after the prompt, all within the context
-        given = Text(prompt + "\n", [*ids, tokenizer.end_id])
-        length = min(length, config.block_size)
-    else:
-        given = encode_text(prompt, tokenizer, after_gap=False, before_gap=True)
-    n = given.size
-    if n >= length:
-        raise UserError(f"the prompt has {n} tokens of {length}; raise --length, or shorten it")
-    return [given, Gap(length - n)] if given else [Gap(length - n)]
+    if config.prompt_column:  # as in training: [END] after the prompt
+        return Text(prompt + "\n", [*ids, tokenizer.end_id])
+    return encode_text(prompt, tokenizer, after_gap=False, before_gap=True)
 
 
 def gap_pattern(tokenizer):
@@ -483,6 +499,16 @@ def parse(template, tokenizer, context):
     context: the maximum number of tokens. Raises UserError if the template has no gap, is too long
     or cannot be encoded, or if a gap directly follows [___].
     """
+    segments = encode_segments(read(template, tokenizer, context), tokenizer)
+    check_context(segments, context)
+    return segments
+
+
+def read(template, tokenizer, context):
+    """The segments of `parse` before the patterns of gaps are built, which takes longest.
+
+    What is too long without them is refused.
+    """
     if not template:
         use = "write a text with █ or [MASK] for each missing token"
         raise UserError(f"the template is empty; {use}")
@@ -501,11 +527,16 @@ def parse(template, tokenizer, context):
         if isinstance(segment, Gap) and segment.is_open and isinstance(after, Gap):
             use = "write █ for each token"
             raise UserError(f"a gap must not follow [___], or its length cannot be told; {use}")
-    segments = encode_segments(segments, tokenizer)
-    n = len(to_ids(segments, tokenizer))
-    if n > context:
-        raise UserError(f"the template has {n} tokens, the context only {context}; shorten it")
+    segments = encode_strings(segments, tokenizer)
+    check_context(segments, context)
     return segments
+
+
+def check_context(segments, context):
+    """Raise TooLong for segments that have more tokens than the context."""
+    n = sum(segment.size for segment in segments)
+    if n > context:
+        raise TooLong(f"the template has {n} tokens, the context only {context}; shorten it")
 
 
 def to_ids(segments, tokenizer, mask=0):

@@ -1,4 +1,4 @@
-"""HTTP: routes, limits, and errors as OpenAI has them, of one sentence each.
+"""HTTP: routes, limits, and errors as OpenAI has them.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -7,40 +7,51 @@ No text of a client is in any log, and in no error beyond the words that it is a
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
 import re
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
-from nanomdlm.support.cli import environment, out_of_memory
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from nanomdlm.support.cli import out_of_memory
 from nanomdlm.support.cli.terminal import warn
-from nanomdlm.support.errors import UserError
-from nanomdlm.support.serving import completions
-from nanomdlm.support.serving.completions import Invalid
+from nanomdlm.support.constrain.automaton import still_wanted
+from nanomdlm.support.errors import TooLong, UserError
+from nanomdlm.support.serving import answers, requests
 from nanomdlm.support.serving.engine import Closed, Engine, Full, GivenUp, Request, TookTooLong
 from nanomdlm.support.serving.metrics import Metrics
 
 BODY_SECONDS = 30.0  # in which a body must have come
-WRITE_SECONDS = 30.0  # in which a client must take what it is sent
 PING_SECONDS = 15.0  # after which a stream without news gets a comment
 WATCH_SECONDS = 0.25  # after which the page is told how many calls were made
+BUILDERS = 2  # requests whose patterns are built at a time
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 TYPES |= {500: "server_error", 503: "server_error"}
-HEADERS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-store"),
-    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-]
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "cross-origin-resource-policy": "same-origin",
+}
+# Without a key: programs that watch a server have none; the page asks for it.
+OPEN = ("/health", "/")
 
 
 @dataclass
@@ -48,22 +59,22 @@ class Server:
     """What the routes share."""
 
     engine: Engine
-    write: Callable  # write(job, models, emit) -> [[completions.Text] of each prompt]
-    count: Callable  # count(job) -> tokens of given text; UserError for text that it cannot read
+    prepare: Callable  # prepare(job) -> (what `write` needs, tokens of given text); UserError
+    write: Callable  # write(job, prepared, stand_in, emit) -> what answers make JSON of
     name: str  # of the model
     created: int  # when its checkpoint was written, Unix time
-    bounds: completions.Bounds
+    limits: requests.Limits
     host: str = "127.0.0.1"
     api_key: str = ""
     origins: tuple = ()
     max_body: int = 1 << 20
     time_limit: float = 600.0
+    page: str = ""
     metrics: Metrics = field(default_factory=Metrics)
-    page: bytes = b""
-    page_policy: str = "script-src 'none'"
-    building: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    building: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BUILDERS))
     draining: bool = False
     running: int = 0  # requests that are answered now
+    preparing: int = 0  # those of them that are not in the engine yet
 
 
 class Refused(Exception):
@@ -71,26 +82,30 @@ class Refused(Exception):
 
     def __init__(self, status, message, param=None, code=None, wait=None):
         super().__init__(message)
+        kind = TYPES.get(status, "invalid_request_error")
         self.status = status
-        self.content = error_of(status, message, param, code)
+        self.content = {"error": dict(message=message, type=kind, param=param, code=code)}
         self.headers = {"retry-after": str(wait)} if wait else {}
 
-
-def error_of(status, message, param=None, code=None):
-    kind = TYPES.get(status, "invalid_request_error")
-    return {"error": dict(message=message, type=kind, param=param, code=code)}
+    def response(self):
+        return to_response(self.content, self.status, self.headers)
 
 
 def explained(error):
     """The Refused of any exception of a request."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, Invalid):
+    if isinstance(error, HTTPException):  # of Starlette: 404 and 405
+        return Refused(error.status_code, f"{error.detail}: see docs/serving.md for the paths")
+    if isinstance(error, requests.Invalid):
         return Refused(error.status, str(error), error.param, error.code)
     if isinstance(error, UserError):
-        sentence = re.sub(r"--(?=\w)", "", str(error))
+        # Flags of sample.py, as fields of a request.
+        sentence = re.sub(r"--(?=\w)", "", str(error)).replace("max_gap", "max_tokens")
         name = sentence.partition("=")[0]
-        return Refused(400, sentence, name if name in completions.SETTINGS else None)
+        param = name if name in (*requests.SETTINGS, "passes") else None
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        return Refused(400, sentence, param, code)
     if isinstance(error, Full):
         return Refused(429, "too many requests wait; try again later", code="queue_full", wait=1)
     if isinstance(error, Closed):
@@ -98,6 +113,8 @@ def explained(error):
     if isinstance(error, TookTooLong):
         what = "the request took longer than this server allows; ask for fewer tokens"
         return Refused(503, what, code="time_limit")
+    if isinstance(error, GivenUp):
+        return Refused(499, "the client has left")  # as nginx has it: nobody reads this
     if out_of_memory.is_full(error):
         what = "out of memory; try again later, or ask for fewer tokens"
         return Refused(503, what, code="memory", wait=5)
@@ -107,47 +124,98 @@ def explained(error):
     return Refused(500, "the server failed at this request; its log says where", code="failed")
 
 
-# ---- Reading a request
-async def read_body(receive, headers, most):
-    """The body of a request as JSON; Refused for what is too large, too slow, or no JSON."""
-    too_large = Refused(413, f"the body has more than {most} bytes; send less", code="too_large")
-    length = headers.get("content-length", "0")
-    if length.isdigit() and int(length) > most:
-        raise too_large
-    parts = []
-    size = 0
-    deadline = time.monotonic() + BODY_SECONDS
-    more = True
-    while more:
+def to_response(content, status=200, headers=None):
+    """JSON without spaces, as llama.cpp writes it: llama.vim looks for '"content":"'."""
+    body = json.dumps(content, separators=(",", ":"))
+    return Response(body, status, headers, "application/json")
+
+
+def to_event(content):
+    if not isinstance(content, str):
+        content = json.dumps(content, separators=(",", ":"))
+    return f"data: {content}\n\n"
+
+
+# ---- Who may ask
+class Guard:
+    """ASGI middleware: checks who asks, adds headers of safety, and counts."""
+
+    def __init__(self, app, server):
+        self.app = app
+        self.server = server
+
+    async def __call__(self, scope, receive, send):
+        began = time.monotonic()
+        status = 499  # if nothing is sent
+
+        async def watched(message):
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        self.server.running += 1
         try:
-            message = await asyncio.wait_for(receive(), deadline - time.monotonic())
-        except asyncio.TimeoutError:
-            what = f"the body did not come within {BODY_SECONDS:g} s; send it faster"
-            raise Refused(408, what, code="too_slow") from None
-        if message["type"] == "http.disconnect":
-            raise GivenUp()
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise too_large
-        more = message.get("more_body", False)
-    return to_json(b"".join(parts))
+            self.check(scope["path"], Headers(scope=scope))
+            await self.app(scope, receive, watched)
+        except Refused as e:
+            await e.response()(scope, receive, watched)
+        finally:
+            self.server.running -= 1
+            path = "/v1/models" if scope["path"].startswith("/v1/models/") else scope["path"]
+            path = path if path in PATHS else "other"
+            self.server.metrics.count(path, status, time.monotonic() - began)
+
+    def check(self, path, headers):
+        """Raise Refused for a page of another site, for a name of this machine that a page may have
+        made to point here, and without the key."""
+        for name in ("host", "origin", "authorization"):
+            if len(headers.getlist(name)) > 1:
+                raise Refused(400, f"the request has two headers {name}; send one")
+        server = self.server
+        host = headers.get("host", "")
+        name = re.sub(r":\d*$", "", host).strip("[]")
+        known = [*LOOPBACK, *(re.sub(r"^https?://|:\d+$", "", each) for each in server.origins)]
+        if server.host in LOOPBACK and name not in known:
+            what = "this server answers to localhost alone; use that name, or give --origin"
+            raise Refused(403, what)
+        origin = headers.get("origin", "")
+        if origin and origin not in (f"http://{host}", f"https://{host}", *server.origins):
+            what = "pages of other sites may not use this server; allow them by --origin"
+            raise Refused(403, what)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
+        # The comparison takes as long for any wrong key.
+        is_right = hmac.compare_digest(given.encode(), server.api_key.encode())
+        if server.api_key and path not in OPEN and not is_right:
+            what = "the key is missing or wrong; send the header Authorization: Bearer KEY"
+            raise Refused(401, what, code="invalid_api_key")
 
 
-def to_json(content):
-    def refuse_constant(name):
-        raise ValueError(f"{name} is no JSON")
+# ---- Requests that write
+async def read_body(request, limit):
+    """The bytes of a body; Refused for one that is too large or too slow."""
+    too_large = Refused(413, f"the body has more than {limit} bytes; send less", code="too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length[:20]) > limit:
+        raise too_large
+
+    async def parts():
+        content = b""
+        async for part in request.stream():
+            content += part
+            if len(content) > limit:
+                raise too_large
+        return content
 
     try:
-        return json.loads(content.decode("utf-8"), parse_constant=refuse_constant)
-    except UnicodeDecodeError as e:
-        raise Refused(400, f"the body is not UTF-8 (byte {e.start}); send JSON in UTF-8") from None
-    except json.JSONDecodeError as e:
-        raise Refused(
-            400, f"the body is no JSON ({e.msg}, byte {e.pos}); send a JSON object"
-        ) from None
-    except (ValueError, RecursionError):
-        raise Refused(400, "the body is no JSON that is accepted; send a JSON object") from None
+        return await asyncio.wait_for(parts(), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        what = f"the body did not come within {BODY_SECONDS:g} s; send it faster"
+        raise Refused(408, what, code="too_slow") from None
 
 
 async def until_disconnected(receive):
@@ -155,247 +223,202 @@ async def until_disconnected(receive):
         pass
 
 
-def check_key(server, headers):
-    """Refused without the key; the comparison takes as long for any wrong one."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        given = ""
-    if server.api_key and not hmac.compare_digest(given.strip().encode(), server.api_key.encode()):
-        what = "the key is missing or wrong; send the header Authorization: Bearer KEY"
-        raise Refused(401, what, code="invalid_api_key")
+async def prepared(server, job):
+    """What `server.prepare` makes of a Job, in a thread: patterns may take seconds to build. Once
+    nobody waits for it, the thread ends."""
+    left = threading.Event()
 
+    def check():
+        if left.is_set():
+            raise GivenUp()
+        if server.engine.closing:
+            raise Closed()
 
-def check_origin(server, headers):
-    """Refused for pages of other sites, and for names of this machine that are none: a page could
-    have made its own name point here. Returns the origin to allow, or ""."""
-    host = headers.get("host", "")
-    name = re.sub(r":\d*$", "", host).strip("[]")
-    known = (*LOOPBACK, *(re.sub(r"^https?://|:\d+$", "", origin) for origin in server.origins))
-    if server.host in LOOPBACK and name not in known:
-        raise Refused(
-            403, "this server answers to localhost alone; use that name, or give --origin"
-        )
-    origin = headers.get("origin", "")
-    if not origin or origin in (f"http://{host}", f"https://{host}"):
-        return ""
-    if origin not in server.origins:
-        raise Refused(403, "pages of other sites may not use this server; allow them by --origin")
-    return origin
-
-
-# ---- Answering
-def to_bytes(content):
-    """JSON without spaces, as llama.cpp writes it: llama.vim looks for '"content":"'."""
-    return json.dumps(content, separators=(",", ":")).encode()
-
-
-def to_event(data):
-    return b"data: " + to_bytes(data) + b"\n\n"
-
-
-async def send_json(send, status, content, headers=()):
-    body = to_bytes(content)
-    await send_bytes(send, status, body, b"application/json", headers)
-
-
-async def send_bytes(send, status, body, kind, headers=()):
-    """headers: more of them, pairs of bytes, which replace those of HEADERS."""
-    names = {name for name, _ in headers}
-    kept = [(name, value) for name, value in HEADERS if name not in names]
-    about = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
-    start = dict(type="http.response.start", status=status, headers=[*about, *kept, *headers])
-    await asyncio.wait_for(send(start), WRITE_SECONDS)
-    await asyncio.wait_for(send(dict(type="http.response.body", body=body)), WRITE_SECONDS)
+    still_wanted.set(check)  # in the context that asyncio.to_thread copies
+    try:
+        async with server.building if job.must_match else contextlib.nullcontext():
+            return await asyncio.to_thread(server.prepare, job)
+    finally:
+        left.set()
 
 
 class Computation:
-    """A Job that the engine computes. `next` gives what it emits, pairs (what, value): "begun" with
-    the number of given tokens, "part" of a stream, and at last "done" or "failed"."""
+    """A Job that the engine computes. `next` gives what it emits, pairs (what, value): "part" of a
+    stream, and at last "done" or "failed"."""
 
-    def __init__(self, server, job, answer):
+    def __init__(self, server, job, work, answer, deadline):
         loop = asyncio.get_running_loop()
+        self.job = job
+        self.answer = answer
         self.queue = asyncio.Queue()
+        self.progress = {}
 
         def emit(what, value):
             loop.call_soon_threadsafe(self.queue.put_nowait, (what, value))
 
-        def work(stand_in):
-            answer.prompt_tokens = server.count(job)
-            emit("begun", answer.prompt_tokens)
-            return server.write(job, stand_in, partial(self.part, emit, answer))
-
         def done(result, error):
             emit(*(("failed", error) if error else ("done", result)))
 
-        self.progress = {}
-        self.job = job
-        deadline = time.monotonic() + server.time_limit
-        self.request = Request(work, done, deadline)
+        self.emit = emit
+        self.request = Request(
+            lambda stand_in: server.write(job, work, stand_in, self.part), done, deadline
+        )
         server.engine.submit(self.request)
 
-    def part(self, emit, answer, index, written, text=None):
-        """Emit what is new in a text that was `written` so far; text: the completions.Text at its
-        end. Returns whether the client needs no more of it. (In the engine's thread.)"""
-        job = self.job
-        if not job.stream:
-            return False
-        if job.watch:
-            emit("part", dict(tried=self.request.calls) | written)
+    def part(self, index, text, is_finished=False):
+        """Emit what is new of a Text; returns whether the client needs no more of it. (In the
+        engine's thread.) For the page `text` is an event."""
+        if self.job.watch:
+            self.emit("part", dict(tried=self.request.calls) | text)
+        if self.job.watch or not self.job.stream:
             return False
         if index not in self.progress:
-            self.progress[index] = completions.Progress(job.stop)
+            self.progress[index] = answers.Progress(self.job)
         progress = self.progress[index]
-        if text is None:
-            if new := progress.grow(written):
-                emit("part", answer.part(index, new))
-            return progress.is_done
-        whole, _ = completions.shown_text(text, job)
-        emit("part", answer.last_part(index, whole[len(progress.sent) :], text))
-        return True
+        if is_finished:
+            self.emit("part", self.answer.last_part(index, progress.finish(text), text))
+        elif new := progress.grow(text):
+            self.emit("part", self.answer.part(index, new))
+        return progress.is_done
 
-    async def next(self, left, patience=PING_SECONDS):
-        """The next pair; ("left", None) if the client leaves before it, ("ping", None) if there is
-        no news for `patience` seconds. left: a task that ends when the client leaves."""
-        news = asyncio.ensure_future(self.queue.get())
-        await asyncio.wait((news, left), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        if news.done():
-            return news.result()
-        news.cancel()
-        return ("left" if left.done() else "ping"), None
+    async def next(self, patience):
+        """The next pair; ("ping", None) if there is no news for `patience` seconds."""
+        try:
+            return await asyncio.wait_for(self.queue.get(), patience)
+        except asyncio.TimeoutError:
+            return "ping", None
 
-
-async def answer_whole(computation, answer, send, left):
-    while True:
-        what, value = await computation.next(left)
-        if what == "done":
-            await send_json(send, 200, answer.whole(value))
-            return 200
-        if what == "left":
-            return 499  # as nginx has it: nothing is sent
-        if what == "failed":
-            raise value
-
-
-async def answer_stream(computation, answer, send, left):
-    """Server-sent events: what is written as soon as it cannot change any more."""
-    is_open = False
-
-    async def push(content):
-        event = dict(type="http.response.body", body=content, more_body=True)
-        await asyncio.wait_for(send(event), WRITE_SECONDS)
-
-    is_watched = computation.job.watch
-    while True:
-        what, value = await computation.next(left, WATCH_SECONDS if is_watched else PING_SECONDS)
-        if what == "left":
-            return 499
-        if what == "failed" and not is_open:
-            raise value
-        if not is_open and what == "begun":
-            kind = (b"content-type", b"text/event-stream; charset=utf-8")
-            start = dict(type="http.response.start", status=200, headers=[kind, *HEADERS])
-            await asyncio.wait_for(send(start), WRITE_SECONDS)
-            is_open = True
-        elif what == "part":
-            await push(to_event(value))
-        elif what == "ping" and is_open:
-            tried = dict(tried=computation.request.calls)
-            await push(to_event(tried) if is_watched else b": still writing\n\n")
-        elif what in ("done", "failed"):
-            if what == "failed":
-                await push(to_event(explained(value).content))
+    async def events(self, first):
+        """The server-sent events of a stream: what is written once it cannot change any more."""
+        what, value = first
+        patience = WATCH_SECONDS if self.job.watch else PING_SECONDS
+        while what not in ("done", "failed"):
+            if what == "part":
+                yield to_event(value)
+            elif self.job.watch:
+                yield to_event(dict(tried=self.request.calls))
             else:
-                for event in answer.end():
-                    await push(to_event(event))
-            if isinstance(answer, completions.Completion):
-                await push(b"data: [DONE]\n\n")
-            await send(dict(type="http.response.body", body=b"", more_body=False))
-            return 200 if what == "done" else explained(value).status
+                yield ": still writing\n\n"
+            what, value = await self.next(patience)
+        if what == "failed":
+            yield to_event(explained(value).content)
+        for event in self.answer.end():
+            yield to_event(event)
 
 
-async def compute(server, of_body, make_answer, scope, receive, send):
-    """Answer a request that writes. Returns the status."""
-    headers = headers_of(scope)
+async def within(work, left, deadline):
+    """The result of a coroutine, unless the client leaves or the time is over before."""
+    task = asyncio.ensure_future(work)
+    seconds = max(0.0, deadline - time.monotonic())
+    await asyncio.wait((task, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        return task.result()
+    task.cancel()
+    raise GivenUp() if left.done() else TookTooLong()
+
+
+async def write(model, make_answer, server, request):
+    """Answer a request that writes. model: of its fields."""
+    deadline = time.monotonic() + server.time_limit
     if server.draining:
         raise Closed()
-    body = await read_body(receive, headers, server.max_body)
-    job = of_body(body, server.bounds)
-    if of_body != completions.of_infill:  # editors name any
-        check_name(server, body)
+    body = requests.read(model, await read_body(request, server.max_body))
+    job = body.to_job(server.limits)
+    if model is not requests.Infill:  # editors name any
+        check_name(server, getattr(body, "model", None))
+    waiting, active = server.engine.waiting()
+    if waiting + active + server.preparing >= server.engine.room:
+        raise Full()
     answer = make_answer(job, server.name)
-    if job.must_match:  # not in the engine's thread, where all would wait
-        async with server.building:
-            await asyncio.to_thread(server.count, job)
-    computation = Computation(server, job, answer)
-    left = asyncio.ensure_future(until_disconnected(receive))
+    left = asyncio.ensure_future(until_disconnected(request.receive))
+    computation = None
     try:
-        respond = answer_stream if job.stream else answer_whole
-        return await respond(computation, answer, send, left)
+        server.preparing += 1
+        try:
+            work, answer.prompt_tokens = await within(prepared(server, job), left, deadline)
+        finally:
+            server.preparing -= 1
+        computation = Computation(server, job, work, answer, deadline)
+        if job.stream:
+            first = await within(computation.next(PING_SECONDS), left, deadline)
+            if first[0] == "failed":
+                raise first[1]
+            stream = Stream(server, computation, first)
+            computation = None  # the Stream finishes it
+            return stream
+        # The engine itself ends what takes too long.
+        what, value = await within(computation.next(None), left, deadline + PING_SECONDS)
+        if what == "failed":
+            raise value
+        return to_response(answer.whole(value))
     finally:
         left.cancel()
-        computation.request.give_up()
-        server.metrics.prompt_tokens += answer.prompt_tokens
-        server.metrics.tokens += getattr(answer, "tokens", 0)
+        if computation:
+            finish(server, computation)
 
 
-def check_name(server, body):
-    name = body.get("model")
-    if name is not None and name != server.name:
+class Stream(StreamingResponse):
+    """The events of a Computation, which ends when the client leaves."""
+
+    def __init__(self, server, computation, first):
+        super().__init__(computation.events(first), media_type="text/event-stream")
+        self.finish = lambda: finish(server, computation)
+
+    async def __call__(self, scope, receive, send):
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.finish()
+
+
+def finish(server, computation):
+    computation.request.give_up()
+    server.metrics.prompt_tokens += computation.answer.prompt_tokens
+    server.metrics.tokens += computation.answer.tokens
+
+
+def check_name(server, name):
+    if name and name != server.name:  # "": clients that need none
         what = f"there is no model of that name here; give {server.name}"
         raise Refused(404, what, "model", "model_not_found")
 
 
-def headers_of(scope):
-    return {
-        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
-    }
+# ---- Other requests
+async def show_models(server, request):
+    name = request.path_params.get("name")
+    check_name(server, name)
+    one = dict(id=server.name, object="model", created=server.created, owned_by="mdlm")
+    return to_response(one if name else dict(object="list", data=[one]))
 
 
-# ---- Routes
-def model_of(server):
-    return dict(id=server.name, object="model", created=server.created, owned_by="mdlm")
+async def show_health(server, request):
+    status = "stopping" if server.draining else "ok"
+    return to_response(dict(status=status), 503 if server.draining else 200)
 
 
-async def show_models(server, scope, receive, send):
-    name = scope.get("path_params", {}).get("name")
-    if name is not None:
-        check_name(server, dict(model=name))
-        await send_json(send, 200, model_of(server))
-    else:
-        await send_json(send, 200, dict(object="list", data=[model_of(server)]))
-    return 200
-
-
-async def show_health(server, scope, receive, send):
-    status = 503 if server.draining else 200
-    await send_json(send, status, dict(status="stopping" if server.draining else "ok"))
-    return status
-
-
-async def show_page(server, scope, receive, send):
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; {server.page_policy}"
+async def show_page(server, request):
+    """The page, whose one script alone may run."""
+    script = re.search(r"<script>(.*?)</script>", server.page, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     policy += "; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    more = [(b"content-security-policy", policy.encode())]
-    await send_bytes(send, 200, server.page, b"text/html; charset=utf-8", more)
-    return 200
+    headers = {"content-security-policy": policy}
+    return Response(server.page, 200, headers, "text/html")
 
 
-async def show_metrics(server, scope, receive, send):
-    content = server.metrics.text(server.engine).encode()
-    await send_bytes(send, 200, content, b"text/plain; version=0.0.4; charset=utf-8")
-    return 200
+async def show_metrics(server, request):
+    return PlainTextResponse(
+        server.metrics.text(server.engine), media_type="text/plain; version=0.0.4"
+    )
 
 
 WRITES = {
-    "/v1/completions": partial(
-        compute, of_body=completions.of_completion, make_answer=completions.Completion
-    ),
-    "/v1/chat/completions": partial(
-        compute, of_body=completions.of_chat, make_answer=completions.Chat
-    ),
-    "/infill": partial(compute, of_body=completions.of_infill, make_answer=completions.Infill),
-    "/v1/fix": partial(compute, of_body=completions.of_fix, make_answer=completions.Fixes),
-    "/v1/score": partial(compute, of_body=completions.of_score, make_answer=completions.Scores),
+    "/v1/completions": (requests.Completion, answers.Completion),
+    "/v1/chat/completions": (requests.Chat, answers.Chat),
+    "/infill": (requests.Infill, answers.Infill),
+    "/v1/fix": (requests.Fix, answers.Listed),
+    "/v1/score": (requests.Score, answers.Listed),
+    "/page": (requests.Page, answers.Watched),  # what the page calls
 }
 SHOWS = {
     "/v1/models": show_models,
@@ -404,96 +427,30 @@ SHOWS = {
     "/": show_page,
     "/metrics": show_metrics,
 }
-PAGE = "/page"  # what the page calls
-WRITES[PAGE] = partial(compute, of_body=completions.of_page, make_answer=completions.Watched)
-# Without a key: programs that watch a server have none; the page asks for it.
-OPEN = ("/health", "/")
-
-
-class Guarded:
-    """An ASGI application around one function: checks who asks, counts, and answers errors."""
-
-    def __init__(self, server, path, methods, function):
-        self.server = server
-        self.path = path
-        self.methods = methods
-        self.function = function
-
-    async def __call__(self, scope, receive, send):
-        began = time.monotonic()
-        started = False
-        allowed = []
-
-        async def watched(message):
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                message = message | dict(headers=[*message["headers"], *allowed])
-            await send(message)
-
-        self.server.running += 1
-        status = 499
-        try:
-            headers = headers_of(scope)
-            if origin := check_origin(self.server, headers):
-                allowed += allow(origin)
-            if scope["method"] == "OPTIONS" and origin:
-                await send_bytes(watched, 204, b"", b"text/plain")
-                status = 204
-                return
-            if scope["method"] not in self.methods:
-                what = f"{self.path} takes {' or '.join(self.methods)} alone; use that"
-                raise Refused(405, what)
-            if self.path not in OPEN:
-                check_key(self.server, headers)
-            status = await self.function(self.server, scope=scope, receive=receive, send=watched)
-        except (GivenUp, asyncio.TimeoutError):  # the client has left, or takes nothing
-            status = 499
-        except Exception as e:
-            refused = explained(e)
-            status = refused.status
-            if not started:
-                more = [(k.encode(), v.encode()) for k, v in refused.headers.items()]
-                await send_json(watched, status, refused.content, more)
-        finally:
-            self.server.running -= 1
-            path = self.path.partition("/{")[0]
-            self.server.metrics.count(path, status, time.monotonic() - began)
-
-
-def allow(origin):
-    return [
-        (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-allow-headers", b"authorization, content-type"),
-        (b"access-control-allow-methods", b"GET, POST"),
-        (b"vary", b"origin"),
-    ]
-
-
-async def find_nothing(server, scope, receive, send):
-    paths = ", ".join(path for path in [*WRITES, *SHOWS] if "{" not in path and path != PAGE)
-    raise Refused(404, f"there is no such path here; the paths are {paths}")
-
-
-def use_page(server, page):
-    """Serve a page of HTML at "/", whose one script alone may run."""
-    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    server.page = page.encode()
-    server.page_policy = f"script-src 'sha256-{digest}'"
+PATHS = {*WRITES, *SHOWS}
 
 
 def make_app(server):
     """The Starlette application."""
-    routing = environment.optional("starlette.routing", "serve.py")
-    applications = environment.optional("starlette.applications", "serve.py")
-    table = [(path, ["POST"], function) for path, function in WRITES.items()]
-    table += [(path, ["GET", "HEAD"], function) for path, function in SHOWS.items()]
-    # Methods are checked by Guarded, whose errors are JSON.
-    routes = [
-        routing.Route(path, Guarded(server, path, methods, function))
-        for path, methods, function in table
-    ]
-    methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-    routes.append(routing.Mount("/", Guarded(server, "other", methods, find_nothing)))
-    return applications.Starlette(routes=routes)
+
+    def endpoint(function, *args):
+        async def answer(request):
+            try:
+                return await function(*args, server, request)
+            except Exception as e:
+                return explained(e).response()
+
+        return answer
+
+    async def explain(request, error):
+        return explained(error).response()
+
+    posts = [Route(path, endpoint(write, *how), methods=["POST"]) for path, how in WRITES.items()]
+    gets = [Route(path, endpoint(function), methods=["GET"]) for path, function in SHOWS.items()]
+    cors = dict(allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"])
+    allowed = [Middleware(CORSMiddleware, allow_origins=server.origins, **cors)]
+    return Starlette(
+        routes=posts + gets,
+        middleware=allowed * bool(server.origins) + [Middleware(Guard, server=server)],
+        exception_handlers={HTTPException: explain},
+    )

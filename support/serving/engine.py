@@ -122,13 +122,18 @@ class Engine:
         self.most_sequences = None  # in a call, after memory was full
         self.greenlet = environment.optional("greenlet", "serve.py")
 
+    @property
+    def room(self):
+        """How many requests it takes at a time."""
+        return self.most_active + self.most_waiting
+
     # ---- For other threads
     def submit(self, request):
         """Add a Request; Full if too many wait, Closed after `close`."""
         with self.changed:
             if self.closing:
                 raise Closed()
-            if self.n_active + len(self.new) >= self.most_active + self.most_waiting:
+            if self.n_active + len(self.new) >= self.room:
                 raise Full()
             self.new.append(request)
             self.changed.notify()

@@ -5,7 +5,7 @@ from nanomdlm.support.cli import environment
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.templates import GAP_OR_LINE, gap_pattern
 from nanomdlm.support.proofread.proofreader import check_model
-from nanomdlm.support.serving.completions import MOST_STEPS
+from nanomdlm.support.serving.requests import MOST_STEPS
 from nanomdlm.support.web import live_page
 
 PRIVACY = "The server logs no text."

@@ -1,0 +1,157 @@
+"""serve.py: a stream, a whole answer, an echo, and the offsets of tokens agree, for every model."""
+
+import functools
+import itertools
+import json
+import random
+
+import pytest
+import tokenizer_kinds
+import torch
+
+pytest.importorskip("greenlet")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+from conftest import CPU
+from starlette.testclient import TestClient
+
+import mdlm
+import serve
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.data.tokenizer import Tokenizer, train_bpe
+from nanomdlm.support.serving import app, engine, requests, writing
+
+TEXT = "the cat sat on the mat, and the dog ran to the old red barn. it was late " * 20
+MODELS = dict(whole={}, blocks=dict(block_length=4), ar=dict(objective="ar"))
+PROMPTS = dict(none="", short="the cat", space="the cat ", long=TEXT[:150])  # beyond the context
+FIELDS = {
+    "echo": dict(echo=True),
+    "suffix": dict(suffix=" on the mat"),
+    "infill": dict(infill="the [___] sat on ██ mat"),
+    "stop": dict(stop=["e", "at"]),
+    "n": dict(n=2),
+    "logprobs": dict(logprobs=2),
+    "several": dict(prompt=["the dog", "it was "]),
+    "direct": dict(correct=0),  # of one piece, a stream has several parts
+}
+
+
+@functools.cache
+def tokenizer_of(kind):
+    if kind == "char":
+        return Tokenizer("char", sorted(set(TEXT + "è")))
+    if kind == "bpe":
+        return Tokenizer("bpe", train_bpe([TEXT], 300))
+    return Tokenizer("file", tokenizer_kinds.bert(TEXT).to_str())
+
+
+@functools.cache
+def client_of(model="whole", tokenizer="char", block_size=32, **limits):
+    """A client of a server in this process, whose network has random weights."""
+    config = mdlm.Config(n_layer=2, n_head=2, n_embd=32, block_size=block_size, dropout=0.0)
+    for name, value in MODELS[model].items():
+        setattr(config, name, value)
+    tokenizer = tokenizer_of(tokenizer)
+    torch.manual_seed(1)
+    network = mdlm.make_model(config, tokenizer.vocab_size, kernels.REFERENCES).eval()
+    for p in network.parameters():
+        p.data.normal_(0, 0.3)
+    writer = writing.Writer(network, network, tokenizer, serve.sampler)
+    computes = engine.Engine(CPU)
+    engine.start(computes)
+    server = app.Server(computes, writer.prepare, writer.write, "out", 0, requests.Limits())
+    for name, value in limits.items():
+        setattr(server, name, value)
+    return TestClient(app.make_app(server), base_url="http://localhost")
+
+
+def ask(client, path="/v1/completions", **body):
+    r = client.post(path, json=body)
+    assert r.status_code == 200, (r.text, body)
+    return r.json()
+
+
+def streamed(client, **body):
+    """The choices of a stream, with their parts joined, by index."""
+    r = client.post("/v1/completions", json=body | dict(stream=True))
+    assert r.status_code == 200, (r.text, body)
+    events = [line[6:] for line in r.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    found = {}
+    for event in map(json.loads, events[:-1]):
+        for choice in event["choices"]:
+            before = found.get(choice["index"], dict(text="", finish_reason=None))
+            assert before["finish_reason"] is None, "nothing follows the end"
+            found[choice["index"]] = choice | dict(text=before["text"] + choice["text"])
+    return [found[i] for i in sorted(found)]
+
+
+def cases():
+    """(model, tokenizer, body) of all combinations that exist."""
+    names = [*FIELDS]
+    for model, tokenizer, prompt in itertools.product(MODELS, ("char", "bpe", "bert"), PROMPTS):
+        for chosen in itertools.product((False, True), repeat=len(names)):
+            fields = [name for name, use in zip(names, chosen) if use]
+            if "infill" in fields and ({"suffix", "several"} & {*fields} or prompt != "none"):
+                continue
+            if prompt == "long" and "suffix" in fields or prompt != "none" and "several" in fields:
+                continue
+            body = dict(prompt=PROMPTS[prompt], max_tokens=10, seed=3, steps=8)
+            if {"suffix", "infill"} & {*fields}:
+                body["max_tokens"] = 2
+            for name in fields:
+                body |= FIELDS[name]
+            yield model, tokenizer, body
+
+
+def check(model, tokenizer, body):
+    client = client_of(model, tokenizer)
+    whole = ask(client, **body)["choices"]
+    assert [choice["index"] for choice in whole] == [*range(len(whole))]
+    assert streamed(client, **body) == whole
+    prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+    for choice in whole:
+        text = choice["text"]
+        if body.get("echo") and "infill" not in body:
+            assert any(text.startswith(prompt) for prompt in prompts)
+        if "echo" in body and "suffix" in body and not body.get("stop"):
+            assert text.endswith(body["suffix"])
+        if shown := choice["logprobs"]:
+            tokens, offsets = shown["tokens"], shown["text_offset"]
+            assert all(text[at:].startswith(token) for at, token in zip(offsets, tokens))
+            if "echo" in body or "infill" not in body:
+                assert "".join(tokens) == text
+
+
+def test_a_stream_is_the_whole_answer_and_offsets_are_those_of_tokens():
+    """A sample of all combinations of fields, models, tokenizers, and prompts."""
+    for case in random.Random(5).sample([*cases()], 24):
+        check(*case)
+
+
+@pytest.mark.long
+def test_all_streams_are_the_whole_answer():
+    for case in cases():
+        check(*case)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tokenizer", ["char", "bpe", "bert"])
+def test_log_probabilities_of_an_echo_add_up_to_the_score(model, tokenizer):
+    """As harnesses add them up: of the tokens of a text after its context. Without `max_tokens: 0`
+    the last token is one that was written."""
+    client = client_of(model, tokenizer)
+    context, text = "the cat sat", " on the old mat"
+    body = dict(prompt=context + text, max_tokens=0, echo=True, logprobs=1, temperature=0)
+    (choice,) = ask(client, **body)["choices"]
+    assert choice["text"] == context + text
+    shown = choice["logprobs"]
+    scores = ask(client, "/v1/score", input=[context + text, [context, text]])["data"]
+    assert sum(shown["token_logprobs"]) == pytest.approx(scores[0]["logp"], abs=1e-3)
+    after = [p for p, at in zip(shown["token_logprobs"], shown["text_offset"]) if at >= 11]
+    assert sum(after) == pytest.approx(scores[1]["logp"], abs=1e-3)
+    (more,) = ask(client, **body | dict(max_tokens=1))["choices"]
+    given = more["logprobs"]["token_logprobs"][:-1]
+    assert given == pytest.approx(shown["token_logprobs"], abs=1e-4)
+    assert max(shown["token_logprobs"]) < -0.001

@@ -11,9 +11,7 @@ tokenized as in the middle of a whole text, after the text that precedes it
 
 import contextlib
 import itertools
-import os
 import re
-import stat
 import sys
 import unicodedata
 from typing import Any, NamedTuple
@@ -30,8 +28,6 @@ GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabul
 OPENING = re.compile(r"(?:___|█+)[:|]")
 ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text that is no mark
 LINE_END = re.compile("\r?\n")
-MAX_TEMPLATE = 1 << 26  # bytes; a device, or a pipe without an end, must not fill the memory
-MAX_BATCH = 1 << 29
 SPACED = ".,;:!?%"  # marks that a space usually follows
 
 
@@ -275,62 +271,25 @@ def read_templates(infill, batch):
     """
     if not batch and infill != "-":
         return [infill or None]
-    name = "standard input" if "-" in (infill, batch) else f"--batch={batch}"
+    source = "-" if "-" in (infill, batch) else batch
+    name = "standard input" if source == "-" else f"--batch={batch}"
+    with open_input(source) as f:
+        content = f.read()
+    if not content:
+        raise UserError(f"{name} is empty; give a file of templates")
     try:
-        source = "-" if "-" in (infill, batch) else batch
-        with open_input("batch", source, "a file of templates") as f:
-            if states_no_size(f):
-                raise UserError(f"{name} is empty: its size is 0 bytes; give a file of templates")
-            content = b"".join(limited_lines(f, name, whole=not batch))
         text = content.decode("utf-8-sig")  # skip a byte order mark, keep \r\n
     except UnicodeDecodeError as e:
         line = content.count(b"\n", 0, e.start) + 1
         what = f"line {line} of {name} is not UTF-8 text (byte {e.start})"
         raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
-    except OSError as e:
-        why = e.strerror or e
-        raise UserError(f"{name} cannot be read ({why}); give a file of templates") from None
     text = re.sub("\r?\n\\Z", "", text)  # the end of the last line is not a part of it
     return LINE_END.split(text) if batch else [text]
 
 
-def open_input(flag, path, accepted):
-    """Open the file of a flag, a pipe or standard input ("-") to read bytes.
-
-    accepted: what to give. Raises UserError for other devices.
-    """
-    if path == "-":
-        return contextlib.nullcontext(sys.stdin.buffer)
-    mode = os.stat(path).st_mode
-    is_stdin = os.path.realpath(path) == os.path.realpath("/dev/stdin")
-    if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not is_stdin:
-        raise UserError(f"--{flag}={path} is a device; give {accepted}, or - for a pipe")
-    return open(path, "rb")
-
-
-def states_no_size(f):
-    """Whether a file is a regular one of 0 bytes: it is not read, see files.open_regular."""
-    with contextlib.suppress(OSError):  # a stream in memory
-        about = os.fstat(f.fileno())
-        return stat.S_ISREG(about.st_mode) and about.st_size == 0
-    return False
-
-
-def limited_lines(f, name, whole):
-    """Yield the lines of a binary file; UserError for what is too long to be templates.
-
-    whole: all lines are one template
-    """
-    n = 0
-    while line := f.readline(MAX_TEMPLATE + 1):
-        n += len(line)
-        if max(len(line), n * whole) > MAX_TEMPLATE:
-            what = f"a template of {name} has more than {MAX_TEMPLATE >> 20} MB"
-            raise UserError(f"{what}; give texts that fit into the context")
-        if n > MAX_BATCH:
-            what = f"{name} has more than {MAX_BATCH >> 20} MB of templates"
-            raise UserError(f"{what}; give them in several batches")
-        yield line
+def open_input(path):
+    """Open a file, a pipe or standard input ("-") to read bytes."""
+    return contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb")
 
 
 def parse_all(infill, batch, to_segments):

@@ -16,7 +16,7 @@ from nanomdlm.support.cli.progress import bar
 from nanomdlm.support.cli.terminal import escaped, is_terminal, warn
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import display
-from nanomdlm.support.infill.templates import open_input, states_no_size
+from nanomdlm.support.infill.templates import open_input
 from nanomdlm.support.proofread.proofreader import Proofreader
 from nanomdlm.support.proofread.words import Words
 from nanomdlm.support.run import checkpoint_score
@@ -58,7 +58,7 @@ def pieces(f, name):
         held = len(decoder.getstate()[0])
         chunk = f.read(CHUNK)
         if not (chunk or at):
-            raise UserError(f"{name} is empty: its size is 0 bytes; give a text file")
+            raise UserError(f"{name} is empty; give a text file")
         try:
             text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as e:
@@ -82,9 +82,7 @@ def reading(path):
     """
     name = "standard input" if path == "-" else f"--fix={path}"
     try:
-        with open_input("fix", path, "a text file") as f, tempfile.TemporaryFile() as copy:
-            if states_no_size(f):
-                raise UserError(f"{name} is empty: its size is 0 bytes; give a text file")
+        with open_input(path) as f, tempfile.TemporaryFile() as copy:
             if not f.seekable():
                 shutil.copyfileobj(f, copy)
                 copy.seek(0)

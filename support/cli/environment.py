@@ -8,8 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from nanomdlm.support.errors import UserError
@@ -33,9 +31,6 @@ def problem():
 
 def is_installed(package):
     try:
-        if package == "pip":
-            # By any other search setuptools takes pip as started, and torch.compile fails later.
-            return PathFinder.find_spec(package) is not None
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # hidden, or half imported
         return False
@@ -44,48 +39,24 @@ def is_installed(package):
 def setup_command(packages):
     """What a user types to have the packages that every program needs."""
     venv = ROOT / ".venv"
-    requirements = ROOT / "requirements.txt"  # not there where pip installed the programs
-    wanted = ["-r", shorter(requirements)] if requirements.exists() else packages
     scripts = venv / ("Scripts" if os.name == "nt" else "bin")
-    activate = quote(shorter(scripts / "activate"))
-    if os.name != "nt":
-        activate = f". {activate}"
     if scripts.is_dir() and Path(sys.prefix).resolve() != venv.resolve():  # but not activated
-        there = {path.name for path in venv.glob("[Ll]ib/**/site-packages/*")}
-        return activate if there >= set(packages) else both(activate, pip_install(*wanted, to=""))
-    is_managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists()
-    if is_managed and sys.prefix == sys.base_prefix and requirements.exists():  # pip would refuse
-        make = f"{python_command()} -m venv {quote(shorter(venv))}"
-        return both(make, activate, pip_install(*wanted, to=""))
-    return pip_install(*wanted)
+        return ("" if os.name == "nt" else ". ") + quote(shorter(scripts / "activate"))
+    requirements = ROOT / "requirements.txt"  # not there where pip installed the programs
+    return pip_install(*(["-r", shorter(requirements)] if requirements.exists() else packages))
 
 
-def both(*commands):
-    return (" && " if os.name != "nt" else ", then ").join(commands)  # an old PowerShell has no &&
-
-
-def pip_install(*packages, to=None):
-    """What a user types to install packages for the Python that runs; to="": the one activated."""
-    words = " ".join(map(quote, packages))
-    if to == "":
-        return f"pip install {words}"
-    if not is_installed("pip"):  # an environment of uv
-        return f"uv pip install --python {quote(sys.executable)} {words}"
-    return f"{python_command()} -m pip install {words}"
+def pip_install(*packages):
+    """What a user types to install packages for the Python that runs."""
+    return f"{python_command()} -m pip install {' '.join(map(quote, packages))}"
 
 
 def python_command():
     """What a user types for the Python that runs: "python" if that is the one, else its path."""
-    if "UV_RUN_RECURSION_DEPTH" in os.environ:
-        return "uv run python"
-    own = Path(sys.executable or "python")
     for name in ("python", "python3"):
-        # Its folder tells environments apart: all their links lead to the Python that made them.
-        other = Path(shutil.which(name) or "")
-        same_folder = other.name and other.parent.resolve() == own.parent.resolve()
-        if same_folder and other.resolve() == own.resolve():
+        if shutil.which(name) == sys.executable:
             return name
-    return quote(shorter(own))
+    return quote(shorter(sys.executable or "python"))
 
 
 def command(script):
@@ -102,19 +73,8 @@ def shorter(path):
 
 
 def quote(word):
-    """A word for the user's shell, on one line of printable characters."""
-    word = str(word)
-    if os.name == "nt":
-        return subprocess.list2cmdline([word])
-    if word.isprintable():
-        return shlex.quote(word)
-    shown = (c if c.isprintable() and c not in "'\\" else hexadecimal(c) for c in word)
-    return "$'" + "".join(shown) + "'"  # of bash and zsh
-
-
-def hexadecimal(c):
-    """A character as bytes in $'...' of a shell."""
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
+    """A word for the user's shell."""
+    return subprocess.list2cmdline([str(word)]) if os.name == "nt" else shlex.quote(str(word))
 
 
 def optional(package, what):

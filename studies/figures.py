@@ -6,7 +6,7 @@ python studies/figures.py --all --data=tinyshakespeare.txt --ar_dir=twin --resul
 
 --all runs MEASUREMENTS one after another, for all figures of README.md, docs/ and results/ that
 new weights would change, and writes what each prints into --results. It takes hours on two cores;
-started again, it goes on with what is missing. twin: an autoregressive network that judges samples
+started again, it goes on with what is missing, or was made with other weights. twin: an autoregressive network that judges samples
 (results/sampling.md says how it is trained).
 """
 
@@ -22,10 +22,11 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent.parent)  # python studies/figures.py, from anywhere
 
 from nanomdlm.support.cli import entry, outputs
-from nanomdlm.support.cli.files import read_small
+from nanomdlm.support.cli.files import read_small, sha256_of
 from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import plots
+from nanomdlm.support.run.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -48,13 +49,13 @@ MEASUREMENTS = {  # the file in --results -> a program and its arguments; {data}
     "--infill 'The [___|king|queen|duke|fool|cat] is dead!'",
     "infill_length": f"sample.py {SINGLE} --infill 'To [___], or not to be' --candidates=5",
     "text": f"sample.py {SINGLE} --seed=1",
-    "search": "studies/search.py --data={data} --results={results}/search.jsonl",
-    "regret": "studies/regret.py --data={data} --results={results}/regret.jsonl "
+    "search": f"studies/search.py {SINGLE} --data={{data}} --results={{results}}/search.jsonl",
+    "regret": f"studies/regret.py {SINGLE} --data={{data}} --results={{results}}/regret.jsonl "
     "--networks=weights/shakespeare,weights/record",
     "lengths": f"studies/lengths.py {SINGLE} --data={{data}} --results={{results}}/lengths.jsonl",
     "samples": f"bench.py sample {SINGLE} --ar_dir={{twin}} --data={{data}} {ROUNDED}",
-    "gaps": "studies/adaptive_calls.py --data={data} --gaps --num_samples=48 --steps=16,32 "
-    "--threshold=.9,.5 --entropy_bound=2",
+    "gaps": f"studies/adaptive_calls.py {SINGLE} --data={{data}} --gaps --num_samples=48 "
+    "--steps=16,32 --threshold=.9,.5 --entropy_bound=2",
 } | {
     f"proofreading_{source}": f"studies/proofreading.py --data={{data}} --begin=53200 {ROUNDED} "
     f"--characters=13200 --others=3300 --source={source} --json={{results}}/{source}.jsonl"
@@ -117,18 +118,32 @@ def draw_sampling(path):
 FIGURES = dict(baseline=draw_baseline, sampling=draw_sampling)
 
 
+def identity(command, options):
+    """What a measurement depends on, in a line: the command, the text, and all weights."""
+    weights = [ROOT / "weights" / name / "model.safetensors" for name in ("shakespeare", "record")]
+    weights += find_checkpoint(options.ar_dir).glob("model.safetensors")
+    sums = [sha256_of(path)[:12] for path in (options.data, *weights)]
+    return f"python {command}    # {' '.join(sums)}\n"
+
+
 def measure(options):
-    """Run MEASUREMENTS whose files are missing; returns how many failed."""
+    """Run MEASUREMENTS that have not been made with these weights; returns how many failed."""
     folder = Path(options.results)
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     for name, command in MEASUREMENTS.items():
         path = folder / f"{name}.txt"
-        if path.exists():
-            continue
         where = dict(data=options.data, twin=options.ar_dir, results=options.results)
         where = {key: shlex.quote(value) for key, value in where.items()}
         command = command.format(**where)
+        head = identity(command, options)
+        begun = folder / f"{name}.begun"  # lines that it has written may be gone on with
+        if path.exists() and path.read_text(encoding="utf-8").startswith(head):
+            continue
+        if not begun.exists() or begun.read_text(encoding="utf-8") != head:
+            for stale in (path, folder / f"{name.removeprefix('proofreading_')}.jsonl"):
+                stale.unlink(missing_ok=True)
+            begun.write_text(head, encoding="utf-8")
         print(f"{name}: python {command}", flush=True)
         done = subprocess.run(
             [sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True
@@ -137,7 +152,8 @@ def measure(options):
             failed += 1
             print(done.stderr[-2000:], file=sys.stderr)
         else:
-            path.write_text(f"python {command}\n\n{done.stdout}", encoding="utf-8")
+            path.write_text(f"{head}\n{done.stdout}", encoding="utf-8")
+            begun.unlink()
     return failed
 
 

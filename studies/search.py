@@ -163,11 +163,11 @@ def main(argv):
     results = Path(options.results)
     old = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     rows = [json.loads(line) for line in old]
-    done = {(row["begin"], row["order"]) for row in rows}
+    done = {(row["begin"], row["end"], row["order"]) for row in rows}
     with open(results, "a", encoding="utf-8") as f:
         for gap in choose(text, options, config.block_size):
             for order in options.orders.split(","):
-                if (gap[1], order) not in done:
+                if (gap[1], gap[2], order) not in done:
                     row = dict(kind=gap[0], begin=gap[1], end=gap[2], order=order)
                     rows.append(row | measure(model, tokenizer, text, gap, order))
                     print(json.dumps(rows[-1]), file=f, flush=True)

@@ -6,8 +6,8 @@ python studies/figures.py --all --data=tinyshakespeare.txt --ar_dir=twin --resul
 
 --all runs MEASUREMENTS one after another, for all figures of README.md, docs/ and results/ that
 new weights would change, and writes what each prints into --results. It takes hours on two cores;
-started again, it goes on with what is missing, or was made with other weights. twin: an autoregressive network that judges samples
-(results/sampling.md says how it is trained).
+started again, it goes on with what is missing, or was made with other weights. twin: an
+autoregressive network that judges samples (results/sampling.md says how it is trained).
 """
 
 import json

@@ -53,29 +53,6 @@ def test_a_text_needs_no_flag_where_one_is_expected():
     assert read("--caution", "-1", **options) == dict(caution=-1.0)
 
 
-@pytest.mark.parametrize(
-    "words, names",
-    [
-        (["--n_leyer=3"], ["--n_leyer", "--n_layer"]),
-        (["-n_layer=3"], ["-n_layer", "--n_layer"]),
-        (["--n_layer=x"], ["n_layer", "x"]),
-        (["--n_layer=0"], ["--n_layer=0", "1"]),
-        (["--dropout=1.5"], ["--dropout=1.5"]),
-        (["--preset=big"], ["preset", "big", "gpt2"]),
-        (["--tie=maybe"], ["tie"]),
-        (["--resume=perhaps"], ["resume", "perhaps"]),
-        (["--data="], ["--data"]),
-        (["--data= "], ["--data"]),
-        (["--n_layer"], ["--n_layer"]),
-        (["data.txt"], ["data.txt"]),
-    ],
-)
-def test_mistakes_are_one_sentence_that_names_them(words, names):
-    with pytest.raises(UserError) as e:
-        read(*words)
-    assert all(name in str(e.value) for name in names) and "\n" not in str(e.value)
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_flag_shows_in_help_with_its_default(name, capsys):
     with pytest.raises(SystemExit) as end:
@@ -85,13 +62,6 @@ def test_every_flag_shows_in_help_with_its_default(name, capsys):
     for field in dataclasses.fields(PROGRAMS[name]):
         assert f"--{field.name} " in shown
     assert "default" in shown
-
-
-def test_short_help_has_no_variants(capsys):
-    with pytest.raises(SystemExit):
-        mdlm.main(["--help"])
-    shown = capsys.readouterr().out
-    assert "--n_layer" in shown and "--block_length" not in shown and "--help=all" in shown
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,10 @@ def test_unknown_characters_are_named_at_once_or_left_out(short_run, tmp_path, c
 def test_idle_flags_that_would_be_believed_are_refused(text_file, tmp_path, capsys):
     for words in (
         ["--objective=ar", "--masking=bernoulli"],
+        ["--objective=ar", "--rates=cosine"],
+        ["--objective=ar", "--loss_weight=uniform"],
         ["--objective=ar", "--rate_margin=0.2"],
+        ["--masking=bernoulli", "--rate_margin=0.2"],
         ["--rates=cosine", "--rate_margin=0.2"],
         ["--optimizer=adamw", "--muon_lr=0.1"],
         ["--lora=4"],

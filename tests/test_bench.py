@@ -466,7 +466,7 @@ def test_a_classifier_tells_what_differs_and_nothing_else():
 
 
 def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
-    """Nothing is downloaded, no other text takes its place, nothing is written."""
+    """No other text takes its place, and nothing is written."""
     monkeypatch.setattr(frontier, "SAMPLERS", {"confidence": {}})
     monkeypatch.setattr(frontier, "CALLS", (2,))
     load = mdlm.load

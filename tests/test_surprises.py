@@ -296,13 +296,6 @@ def test_endless_templates_are_refused(run, capsys, monkeypatch, short_limits, f
     assert_one_sentence(r)
 
 
-def test_templates_come_from_a_pipe(run):
-    command = [sys.executable, ROOT / "sample.py", f"--out_dir={run}", "--device=cpu", "--steps=1"]
-    settings = dict(input="the█\n".encode(), capture_output=True, timeout=120)
-    r = subprocess.run([*command, "--batch=-"], **settings)
-    assert r.returncode == 0 and json.loads(r.stdout)["text"].startswith("the"), r.stderr
-
-
 def test_a_device_that_takes_no_output_is_no_success(run):
     """Also for a text that is larger than the buffer of standard output."""
     if not os.path.exists("/dev/full"):

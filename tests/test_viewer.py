@@ -8,11 +8,9 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
 from webdriver import Browser
 
-from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.web import viewer
 
 ATTACK = (
@@ -118,22 +116,6 @@ def test_page_loads_nothing(tmp_path):
     policy = Scripts(text).policy
     assert "default-src 'none'" in policy and "http" not in policy
     assert len(text) < 40_000  # the page itself is small; the rest is the samples
-
-
-def test_film_has_a_step_for_each_call():
-    mask = 2
-    film = viewer.HtmlRecorder(Tokenizer("char", ["a", "b"]), torch.tensor([mask, mask]), mask)
-    for ids in ([0, mask], [0, 1], [0, 1], [1, 1]):
-        x = torch.tensor([ids])
-        drawn = x != mask
-        logp = torch.full((int(drawn.sum()), 2), -0.7)
-        film.add(SimpleNamespace(x=x, drawn=drawn, logp=logp), 0)
-    assert [[change[1] for change in frame] for frame in film.frames] == [
-        [0],
-        [0, 1],
-        [0, 1],
-        [1, 1],
-    ]
 
 
 # --------------------------------------------------------------------------------------------------

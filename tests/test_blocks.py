@@ -18,6 +18,7 @@ import export
 import mdlm
 import sample
 from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels import reference
 from nanomdlm.support.cli import entry
 from nanomdlm.support.cli.arguments import to_view
 from nanomdlm.support.infill.likelihood import chain_rule
@@ -68,7 +69,7 @@ def one_block(model, x0, xt, b):
     for layer in model.layers:
         if layer.qkv is not None:
             qkv = layer.qkv(norm(layer.conv[0], x)).view(B, n, 3, model.config.n_head, -1)
-            q, k, v = (z.transpose(1, 2) for z in kernels.reference.prepare(qkv, cos, sin, True))
+            q, k, v = (z.transpose(1, 2) for z in reference.prepare(qkv, cos, sin, True))
             scores = q @ k.mT / q.shape[-1] ** 0.5
             scores = scores.masked_fill(block[:, None] < block, -math.inf)
             y = scores.softmax(-1) @ v

@@ -147,7 +147,7 @@ def test_a_failed_call_leaves_no_folder_and_no_handlers(text_file, tmp_path):
     before = state_of_process()
     for data, lacks in (
         (tmp_path / "short.txt", "give more text"),
-        (tmp_path / "none.txt", "exist"),
+        (tmp_path / "none.txt", "none.txt"),
     ):
         with pytest.raises(ValueError, match=lacks):
             mdlm.main(a_run(data, tmp_path / "out" / "run"))

@@ -11,7 +11,6 @@ from conftest import ROOT, run_mdlm, tiny_flags
 
 import mdlm
 import sample
-from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanomdlm.support.errors import UserError
@@ -224,16 +223,11 @@ def test_numbers_of_numpy_and_torch_are_numbers(tiny):
     x = ids_of(value=model.mask_id)
     settings = dict(steps=4, correct=1, temperature=0.5, top_k=3, seed=5, order="random", spacing=2)
     wanted = sample.generate(model, x, samples=torch.tensor([3, 1]), forbid=[2], **settings)
-    for number in (np.int64, torch.tensor, np.array):
+    for number in (np.int64, torch.tensor):
         same = {k: v if k in ("order", "temperature") else number(v) for k, v in settings.items()}
         same |= dict(order=np.str_("random"), temperature=np.float32(0.5))
-        found = sample.generate(model, x, samples=[3, 1], forbid=np.array([2]), **same)
+        found = sample.generate(model, x, samples=np.uint16([3, 1]), forbid=np.array([2]), **same)
         assert torch.equal(found, wanted)
-    for dtype in ("uint8", "int8", "int16", "uint16", "int32", "uint32", "uint64"):
-        for numbers in (np.array([3, 1], dtype), torch.tensor([3, 1], dtype=getattr(torch, dtype))):
-            assert torch.equal(
-                sample.generate(model, x, samples=numbers, forbid=[2], **settings), wanted
-            )
     texts = sample.write(model, tokenizer, "[___]", n=np.int64(2), max_gap=np.int8(3), seed=1)
     assert texts == sample.write(model, tokenizer, "[___]", n=2, max_gap=3, seed=1)
     g = [torch.Generator().manual_seed(1) for _ in range(2)]
@@ -244,10 +238,3 @@ def test_numbers_of_numpy_and_torch_are_numbers(tiny):
     ids = tokenizer.encode(np.str_("the"))
     for kind in (tuple, np.array, torch.tensor, lambda ids: np.array(ids, np.uint16), iter):
         assert tokenizer.decode(kind(ids)) == "the"
-
-
-def test_ids_are_checked_without_a_hook_in_training(short_run):
-    """Training's model is not one of `load`, so no step of it waits for a check."""
-    config = mdlm.load(short_run)[2]
-    model = mdlm.make_model(config, 9, kernels.select("torch"))
-    assert not model._forward_pre_hooks and mdlm.load(short_run)[0]._forward_pre_hooks

@@ -55,12 +55,6 @@ def test_head_cost_is_that_of_its_products():
     assert n_bytes == 2 * 2 * (12 * 5 + 7 * 5)  # h, W; dh, dW
 
 
-def test_masking_cost_counts_bytes():
-    tokens = out = rows = 2 * 4 * 8
-    a_row = 8 + 8 + 8
-    assert peers.masking(CPU, 2, 4).cost == {"forward": (0, tokens + out + rows + 2 * a_row)}
-
-
 def test_contestants_take_turns(monkeypatch):
     turns = []
     now = [0.0]
@@ -81,13 +75,12 @@ def test_contestants_take_turns(monkeypatch):
     assert times["b"] == (5.0, 0.0)
 
 
-@pytest.mark.parametrize("where", ["file", "-"])
-def test_json_has_no_infinity(tmp_path, capsys, where):
-    path = where if where == "-" else str(tmp_path / where)
+def test_json_has_no_infinity(tmp_path):
+    path = str(tmp_path / "file")
     table = bench.ResultsTable("sample", bench.Options(json=path), CPU)
     table.add(dict(sampler="default", calls=1, twin=math.nan, twin_se=math.inf))
     assert table.close() == 0
-    text = capsys.readouterr().out if where == "-" else (tmp_path / where).read_text()
+    text = (tmp_path / "file").read_text()
     assert "NaN" not in text and "Infinity" not in text
     assert json.loads(text)["rows"][0] == dict(sampler="default", calls=1, twin=None, twin_se=None)
 
@@ -154,7 +147,7 @@ def with_peer(monkeypatch):
     return add
 
 
-def test_every_contestant_is_timed(tiny, capsys):
+def test_every_contestant_is_timed(tiny):
     code, results = tiny()
     assert code == 0
     assert results["versions"]["torch"] == torch.__version__
@@ -162,9 +155,8 @@ def test_every_contestant_is_timed(tiny, capsys):
     assert len(results["rows"]) == 3 + 3 + 2 * 4  # masking has no backward, the head both
     for row in results["rows"]:
         assert row["ms"] > 0 and row["spread"] >= 0 and row["speed_up"] > 0
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(results["rows"])
-    assert len({line.count("|") for line in table}) == 1
+        assert row["error"] == 0 if row["operation"] == "masking" else 0 <= row["error"] < 2e-2
+        assert row["share"] > 0 and row["host_us"] > 0
 
 
 def off_by_three_percent(f):
@@ -265,28 +257,6 @@ def test_flex_attention_sees_the_same(monkeypatch, settings):
         bench.check_close(case.contestants[name](False, *inputs), exact[:1], torch.float32)
 
 
-def test_rows_say_error_share_and_host_time(tiny):
-    for row in tiny()[1]["rows"]:
-        assert row["error"] == 0 if row["operation"] == "masking" else 0 <= row["error"] < 2e-2
-        assert row["share"] > 0 and row["host_us"] > 0
-
-
-def test_ceilings_are_those_of_this_machine():
-    flops, n_bytes = bench.ceilings(CPU, 0.0)
-    assert 1e6 < flops < 1e16 and 1e7 < n_bytes < 1e14
-
-
-def test_json_on_stdout_is_alone(tiny, capsys):
-    flags = ["--seconds=0", "--time_limit=1e-9", "--json=-"]
-    assert entry.run(measure_kernels, flags) == 2, "nothing was measured"
-    said = capsys.readouterr()
-    results = json.loads(said.out)
-    assert "| operation" in said.err
-    # Nothing was begun after the time limit, and that is listed.
-    assert {row["operation"] for row in results["rows"]} == {"masking", "head + loss", "attention"}
-    assert all(row["trouble"] == "not measured: the time is up" for row in results["rows"])
-
-
 # ---- Training
 
 
@@ -364,13 +334,6 @@ def test_a_wrong_kernel_fails_without_a_gpu(without_mode, monkeypatch, capsys):
     monkeypatch.setattr(proven, "run", lambda program, *more, **env: (rows.get(program, []), ""))
     assert without_mode()[0] == 1
     assert "head, in the interpreter" in capsys.readouterr().err
-
-
-def test_without_triton_it_says_so(without_mode, monkeypatch, capsys):
-    monkeypatch.setattr(proven, "has_triton", lambda: False)
-    assert without_mode()[0] == 0
-    said = capsys.readouterr().out
-    assert "pip install triton" in said and "tokens/s" in said
 
 
 def test_a_cut_off_race_keeps_what_is_ready(small_preset, monkeypatch, tmp_path):
@@ -469,20 +432,10 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     picture = tmp_path / "sample.svg"
     command = ["sample", "--device=cpu", *flags, f"--picture={picture}"]
     assert entry.run(bench.main, command) == 0
-    drawn = picture.read_text()
-    assert drawn.rstrip().endswith("</svg>")
-    for words in (
-        "quality by network calls",
-        "left is cheaper",
-        "known words",
-        "told from real text",
-        "up is better",
-    ):
-        assert words in drawn
     before = picture.read_bytes()
+    assert before.rstrip().endswith(b"</svg>")
     assert entry.run(bench.main, [*command, "--time_limit=1e-9"]) == 2, "nothing to draw"
     assert picture.read_bytes() == before
-    assert entry.run(bench.main, [*command[:-1], "--picture=a.doc"]) == 2, "before it measures"
     assert entry.run(bench.main, command) == 0
     rows = json.loads(path.read_text())["rows"]
     names = {*frontier.SAMPLERS, "AR twin", "real text"}
@@ -513,7 +466,7 @@ def test_a_classifier_tells_what_differs_and_nothing_else():
 
 
 def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
-    """Nothing is downloaded, no other text takes its place, nothing is written."""
+    """No other text takes its place, and nothing is written."""
     monkeypatch.setattr(frontier, "SAMPLERS", {"confidence": {}})
     monkeypatch.setattr(frontier, "CALLS", (2,))
     load = mdlm.load
@@ -539,67 +492,7 @@ def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
 # ---- Studies
 
 
-def test_record_measures_seeds_and_continues(tmp_path):
-    python = tmp_path / "python"  # stands for training and evaluation: notes its arguments
-    python.write_text(f"""#!/bin/bash
-echo "$(basename "$1") ${{@:2}}" >> {tmp_path}/calls
-for flag; do out=${{flag#--out_dir=}}; [ "$flag" != "$out" ] && mkdir -p "$out/latest"; done
-echo done
-""")
-    python.chmod(0o755)
-    out = tmp_path / "out"
-    environment = os.environ | {"PYTHON": str(python), "OUT": str(out)}
-    command = ["bash", ROOT / "studies" / "record.sh", "--data=my.txt", "--conv=3"]
-    for expected in ("--data=my.txt --conv=3", "--resume"):
-        subprocess.run(command, env=environment, check=True, capture_output=True)
-        calls = (tmp_path / "calls").read_text().splitlines()
-        trained = [call for call in calls if call.startswith("mdlm.py")]
-        assert len(trained) == 4 and all(f" {expected}" in call for call in trained)
-        exact = [call for call in calls if "--exact" in call]
-        assert len(exact) == (4 if expected != "--resume" else 0), "finished ones are left alone"
-        assert sum("--compare" in call for call in calls) == 1
-        if expected != "--resume":
-            flags = [call.split("--conv=3 ")[1].split()[0] for call in trained]
-            assert flags == ["--seed=0", "--seed=1", "--seed=2", "--objective=ar"]
-        (tmp_path / "calls").unlink()
-
-
 # ---- Mistakes
-
-
-def gpu_script(tmp_path, broken="nothing", **variables):
-    """studies/gpu.sh with a Python that notes its arguments, and fails for those in `broken`."""
-    stub = tmp_path / "python"
-    note = f'echo "$*" >> {tmp_path}/calls; case "$*" in *{broken}*) exit 3; esac'
-    stub.write_text(f'#!/bin/sh\n[ "$1" = - ] && exit 0\n{note}\n')
-    stub.chmod(0o755)
-    (tmp_path / "calls").write_text("")
-    variables = dict(PYTHON=str(stub), OUT=f"{tmp_path}/out", TEXT=f"{tmp_path}/text") | variables
-    command = ["bash", str(ROOT / "studies" / "gpu.sh")]
-    r = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
-    return (
-        r.returncode,
-        r.stdout,
-        [c.split() for c in (tmp_path / "calls").read_text().splitlines()],
-    )
-
-
-PARTS = ["smoke", "profile", "residual", "backward", "muon", "step", "start", "generate"]
-PARTS += ["baselines", "pretrained", "gpt2", "repeat", "cubins", "peers"]
-
-
-def test_gpu_script_goes_on_after_a_failure_and_says_what_it_left_out(tmp_path):
-    code, said, calls = gpu_script(tmp_path, broken="profile")
-    assert code == 1 and len(calls) == len(PARTS) + 2 and "left out" not in said
-    assert "== profile: exit code 3" in said and said.count("exit code 0") == len(PARTS) - 1
-    code, said, calls = gpu_script(tmp_path, broken="smoke")
-    assert code == 1 and len(calls) == 2 + 1 and "nothing else is run" in said
-    code, said, calls = gpu_script(tmp_path, PARTS="tests")
-    assert code == 0 and len(calls) == 1 and "tests/kernels_cases/" in " ".join(calls[0])
-    code, said, calls = gpu_script(tmp_path, LIMIT="9", PARTS="train ops")
-    assert code == 1 and calls == [] and "== left out: train ops" in said
-    code, said, calls = gpu_script(tmp_path, PARTS="tests kernel")
-    assert code == 2 and calls == []
 
 
 @pytest.mark.slow
@@ -625,9 +518,7 @@ def test_what_a_gpu_is_asked_runs_without_one(program, said):
     "args, name",
     [
         (["kernels", "--device=cpu"], "cpu"),
-        (["--json=nowhere/at/all.json"], "nowhere/at"),
         (["sample", "--out_dir={runs.mdlm}", "--data=missing.txt"], "missing.txt"),
-        (["sample", "--out_dir={runs.ar}"], "--out_dir"),
         (["sample", "--out_dir={runs.mdlm}", "--ar_dir={runs.mdlm}"], "--ar_dir"),
     ],
 )

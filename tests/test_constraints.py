@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import test_correction
 import tokenizer_kinds
 import torch
 from conftest import Toy
@@ -418,61 +417,19 @@ def test_a_gap_at_the_end_of_a_text_counts_the_line_break():
     assert sample.write(model, lines, "a[___|b|bbb|bbbb]") == ["abbb"]
 
 
-def test_exact_likelihood_corrects_what_marginals_miss():
-    """One token a call in the world of test_correction.py: the total variation from the true
-    conditional distribution, of draws and of fills that are chosen by their exact likelihood.
-
-    Measured: 0.13 of draws, 0.07 of fills chosen from 16 draws, 0.01 from 64.
-    """
-    p = test_correction.markov(3)
-    digits = Tokenizer("char", list("01"))
-    model = Double(test_correction.posterior(p), 2, test_correction.T)
-    given = [1, 2, 2, 2, 2, 2, 2, 0]  # 2: [MASK]
-    pattern = "(01|1?00)*1?"
-    shown = [digits.decode(x) for x in test_correction.X.tolist()]
-    fits = torch.tensor(
-        [t[0] == "1" and t[-1] == "0" and bool(re.fullmatch(pattern, t[1:-1])) for t in shown]
-    )
-    truth = p * fits
-    truth = truth / truth.sum()
-    n = 3200
-    x = torch.tensor(given).repeat(n, 1)
-    matches = {1: sample.matching(pattern, 6, digits)}
-    settings = dict(order="random", steps=6, correct=0, seed=1)
-    found = sample.generate(model, x, matches=matches, **settings)
-    index = (found * 2 ** torch.arange(test_correction.T - 1, -1, -1)).sum(1)
-    assert fits[index].all()
-    errors = []
-    for each in (1, 16, 64):
-        chosen = torch.zeros_like(p)  # where fills are drawn in proportion to their shares
-        for group in index.view(-1, each):
-            fills = group.unique()
-            chosen[fills] += p[fills] / p[fills].sum()
-        errors.append(test_correction.variation(chosen / chosen.sum(), truth))
-    print([f"{error:.3f}" for error in errors])
-    assert errors[0] > 0.1 and errors[1] < 0.75 * errors[0] and errors[2] < errors[1] / 2, errors
-
-
 # ---- What is refused
 
 REFUSED = [
     # (a gap, gaps that are accepted instead)
     ("[___:a(b]", "[___:a(b)]", "[___:a\\(b]"),
-    ("[___:a)|(b]", "[___:(a)|(b)]"),
-    ("[___:a{2,1}]", "[___:a{1,2}]"),
     ("[___:^a$]", "[___:a]", "[___:\\^?a]"),
-    ("[___:\\ba]", "[___:a]"),
     ("[___:(?=a)a]", "[___:a]"),
     ("[___:(a|b)\\1]", "[___|aa|bb]"),
-    ("[___:a*+]", "[___:a*]"),
-    ("[___:[a&&b]]", "[___:[a\\&\\&b]]"),
     ("[___:a{20000}]", "[___:a{2}]"),
-    ("[___:[^\\s\\S]]", "[___:[^\\s]]"),
     ("[___:\u00e9+]", "[___:a+]"),
     ("[___:" + "b" * (1 << 16) + "c]", "[___:b{9}c]"),
     ("[___:a", "[___:a]", "\\[___:a█"),
     ("[███:ab]", "[██:ab]", "[___:ab]"),
-    ("[___:a{30}]", "[___:a{16}]"),
     ("[___:a]█", "[█:a]█"),
 ]
 
@@ -499,9 +456,7 @@ def test_a_refused_pattern_can_be_mended(gap, better):
     [
         "(a|b)*a(a|b){14}",  # 2^15 states
         "((\\w{50}){50}){50}",
-        pytest.param("(a|b)*a(a|b){40}", marks=slow),
         pytest.param("a{10000}(b{10000}|c{10000}){9999}", marks=slow),
-        pytest.param("(((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}", marks=slow),
     ],
 )
 def test_a_large_automaton_is_refused_in_bounded_time_and_memory(pattern, monkeypatch):
@@ -607,31 +562,3 @@ def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
 
 
 # ---- What it costs
-
-
-@slow
-@pytest.mark.parametrize("V, most, width", [(65, 1.1, 128), (50_257, 1.3, 768)])
-def test_a_constraint_of_fifty_states_costs_little(V, most, width):
-    """Processor time of a call that fills 8 tokens of 256, with and without it, in turns."""
-    rng = np.random.default_rng(0)
-    letters = list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ,.-'!?;:&3\n$")[:65]
-    tokenizer = Tokenizer("char", letters)
-    if V > 65:
-        made = {"".join(rng.choice(letters, rng.integers(1, 9))) for _ in range(2 * V)}
-        tokenizer = Tokenizer("word", sorted(made)[: V - 256])
-    flags = dict(n_layer=12, n_head=width // 64, n_embd=width, block_size=256, dropout=0.0)
-    model = mdlm.make_model(mdlm.Config(**flags), V, kernels.REFERENCES).eval()
-    gap = sample.matching("([A-Z][a-z]{0,11}, ){0,2}[a-z ]{1,16}[.!?]?", 8, tokenizer)
-    assert 40 <= gap.automaton.S <= 60
-    x = torch.randint(60, (1, 256))
-    x[:, 10:18] = model.mask_id
-    ways = [{}, dict(matches={10: gap})]
-    seconds = [[], []]
-    for _ in range(7):
-        for way, times in zip(ways, seconds):
-            began = time.process_time()
-            list(sample.unmask(model, x, order="one_shot", seed=0, **way))
-            times.append(time.process_time() - began)
-    free, bound = map(min, seconds)  # what other work on the machine disturbed least
-    print(f"V = {V}: {bound / free:.3f} times {free * 1000:.0f} ms")
-    assert bound <= most * free

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import run_mdlm, tiny_flags
+from conftest import tiny_flags
 
 from nanomdlm.support.cli import entry
 from nanomdlm.support.run import folder as run_folder
@@ -22,63 +22,31 @@ TINY = tiny_flags("--max_steps=1", "--eval_windows=2", "--data={text}", "--out_d
 OF_TRAINING = [
     # Data
     ("--data=nowhere.txt", "--data nowhere.txt", "--data={text}"),
-    ("--data=", "--data", "--data={text}"),
     ("--data={empty}", "empty", "--data={text}"),
     ("--data={short}", "--block_size=32", "--data={text} --block_size=8"),
     ("--data={latin}", "latin", "--data={text}"),
-    ("--data={utf16}", "utf16", "--data={text}"),
     ("--data={no_files}", "no_files", "--data={folder}"),
     ("--data={binary}", "binary", "--data={text}"),
     ("--data=/dev/zero", "/dev/zero", ""),
-    ("--data=" + 5000 * "a", "aaa", ""),
-    ("--data=\x1b[2J{text}", "--data \\x1b[2J", ""),
     ("{text}", "--data", "--data={text}"),
     ("--data={broken}", "broken.jsonl 2", "--data={records}"),
     ("--data={records} --text_column=nothing", "nothing text", "--data={records}"),
-    ("--data={pairs} --prompt_column=nothing", "nothing prompt", ""),
     ("--data={ids} --vocab_size=3", "--vocab_size 6", "--data={ids} --vocab_size=7"),
-    ("--data={ids} --block_size=512", "--block_size", "--data={ids} --block_size=8"),
     ("--tokenizer=bytes", "--tokenizer bytes", "--tokenizer=byte"),
-    ("--tokenizer=nowhere.json", "nowhere.json", ""),
-    ("--tokenizer=bpe --vocab_size=100", "--vocab_size", ""),
     # Flags
     ("--n_lyer=2", "--n_lyer --n_layer", "--n_layer=2"),
-    ("n_layer=2", "n_layer", "--n_layer=2"),
     ("--max_step=1", "--max_step --max_steps", "--max_steps=1"),
-    ("--nonsense", "--nonsense", ""),
     ("--n_layer=two", "--n_layer two", "--n_layer=2"),
-    ("--n_layer=-1", "--n_layer -1", "--n_layer=1"),
     ("--n_layer", "--n_layer", "--n_layer 1"),
-    ("--dropout=2", "--dropout 2", "--dropout=0.2"),
     ("--dropout=nan", "--dropout nan", "--dropout=0"),
-    ("--seed=-1", "--seed -1", "--seed=1"),
-    ("--seed=4294967296", "--seed 4294967296", "--seed=4294967295"),
-    ("--max_steps=0.5", "--max_steps 0.5", ""),
-    ("--time_limit=soon", "--time_limit soon", "--time_limit=60"),
-    ("--optimizer=sgd", "--optimizer sgd muon", "--optimizer=adamw"),
-    ("--objective=gpt", "--objective gpt ar", "--objective=ar"),
     ("--preset=huge", "--preset huge gpu", "--preset=cpu"),
-    ("--device=tpu", "--device tpu", "--device=cpu"),
-    ("--resume=maybe", "--resume maybe", "--resume=false"),
     # Combinations
     ("--n_embd=34", "--n_embd 34", "--n_embd=36"),
-    ("--batch_size=7", "--batch_size 7", "--batch_size=8"),
-    ("--rates=0.9-0.2", "--rates", "--rates=0.2-0.9"),
     ("--rates=low", "--rates low", "--rates=cosine"),
     ("--block_length=5", "--block_length --block_size", "--block_length=8"),
     ("--objective=ar --block_length=8", "--objective=ar --block_length", "--block_length=8"),
-    ("--infill_share=0.5", "--infill_share --block_length", "--infill_share=0.5 --block_length=8"),
-    ("--data=patterns --block_size=8 --periods=2-5", "--block_size", ""),
-    # Flags whose effect would be believed
-    ("--objective=ar --rates=cosine", "--rates --objective=ar", "--rates=cosine"),
-    ("--objective=ar --masking=bernoulli", "--masking --objective=ar", "--masking=bernoulli"),
-    ("--objective=ar --loss_weight=uniform", "--loss_weight", "--loss_weight=uniform"),
-    ("--objective=ar --rate_margin=0.2", "--rate_margin --objective=ar", "--rate_margin=0.2"),
-    ("--masking=bernoulli --rate_margin=0.2", "--rate_margin --masking", ""),
-    ("--optimizer=adamw --muon_lr=0.1", "--muon_lr --optimizer=adamw", "--muon_lr=0.1"),
     # Runs
     ("--out_dir={run}", "{run} --resume --overwrite", "--out_dir={run} --overwrite"),
-    ("--out_dir={text}/out", "{text}", ""),
     ("--out_dir={ids} --data={text}", "{ids}", ""),
     ("--data={folder} --out_dir={folder}", "{folder}", ""),
     ("--out_dir=nowhere --resume", "nowhere", ""),
@@ -86,55 +54,35 @@ OF_TRAINING = [
     ("--out_dir={run} --resume --n_layer=3", "--n_layer", "--out_dir={run} --resume --max_steps=5"),
     ("--out_dir={run} --resume --max_steps=2", "--max_steps", ""),
     ("--init_from=nowhere", "--init_from=nowhere", "--init_from={run}"),
-    ("--init_from=gpt2", "--init_from=gpt2", ""),
-    ("--init_from=scratch", "--init_from=scratch", "--data={text}"),
     ("--init_from={nanogpt}", "{nanogpt}", ""),
     ("--init_from={run} --n_embd=64", "n_embd=32", "--init_from={run} --n_embd=32"),
 ]
 OF_OTHERS = [
     # sample.py
     ("sample --out_dir=nowhere", "nowhere", "sample --out_dir={run}"),
-    ("sample --out_dir={text}", "{text}", "sample --out_dir={run}"),
     ("sample {run}", "--out_dir", "sample --out_dir={run}"),
     ("sample --out_dir={run} --infill=the", "the █", "sample --out_dir={run} --infill=the█"),
     ("sample --out_dir={run} --prompt=the█", "--infill", "sample --out_dir={run} --infill=the█"),
     ("sample --out_dir={run} --infill=t☃█", "☃", "sample --out_dir={run} --infill=te█"),
-    ("sample --out_dir={run} --prompt=☃", "☃", "sample --out_dir={run} --prompt=the"),
     ("sample --out_dir={run} --infill={long}█", "41 32", "sample --out_dir={run} --infill=a█"),
-    ("sample --out_dir={run} --infill=", "--infill", ""),
-    ("sample --out_dir={run} '--infill=a[___:x'", "[___:", ""),
     ("sample --out_dir={run} To be█", "be█", "sample --out_dir={run} 'to be█'"),
     ("sample --out_dir={run} --batch=nowhere", "--batch nowhere", ""),
-    ("sample --out_dir={run} --batch={folder}", "--batch {folder}", ""),
     ("sample --out_dir={run} --batch={empty}", "{empty}", "sample --out_dir={run} --batch={gaps}"),
-    ("sample --out_dir={run} --batch={text}", "{text} 1", "sample --out_dir={run} --batch={gaps}"),
-    ("sample --out_dir={run} --batch={latin}", "{latin}", ""),
     ("sample --out_dir={run} --temperature=hot", "--temperature hot", ""),
-    ("sample --out_dir={run} --temperature=-1", "--temperature -1", ""),
-    ("sample --out_dir={run} --top_p=2", "--top_p 2", "sample --out_dir={run} --top_p=0.9"),
-    ("sample --out_dir={run} --num_samples=-1", "--num_samples -1", ""),
     ("sample --out_dir={run} --order=best", "--order best random", ""),
-    ("sample --out_dir={run} --compare=steps=4,x", "--compare x", ""),
     ("sample --out_dir={run} --lenght=9", "--length", "sample --out_dir={run} --length=9"),
-    ("sample --out_dir={run} --tempature=1", "--temperature", ""),
     ("sample --out_dir={run} --json={folder}", "{folder}", "sample --out_dir={run} --json=new"),
     # The other programs
     ("eval --out_dir=nowhere", "nowhere", "eval --out_dir={run}"),
     ("eval --out_dir={run} --data=nowhere", "nowhere", "eval --out_dir={run} --data={text}"),
     ("eval --out_dir={run} --data={accents}", "é", "eval --out_dir={run} --data={text}"),
-    ("eval --out_dir={run} --windows=0", "--windows 0", "eval --out_dir={run} --windows=1"),
     ("eval --out_dir={run} --text={long}", "--text 40 32", "eval --out_dir={run} --text=abc"),
-    ("eval {run}", "--data", "eval --out_dir={run}"),
     ("eval --compare={run},nowhere", "nowhere", "eval --compare={run}"),
     ("export --out_dir={run}", "--dest", "export --out_dir={run} --dest=new"),
-    ("export --out_dir=nowhere --dest=new", "nowhere", ""),
     ("export --out_dir={run} --dest={folder}", "{folder}", ""),
-    ("export --out_dir={run} --dest=new --to=onnx", "--to onnx hf", ""),
     ("serve --out_dir=nowhere", "nowhere", ""),
-    ("serve --out_dir={run} --port=99999", "--port 99999", ""),
     ("serve --out_dir={run} --host=0.0.0.0", "0.0.0.0", ""),
     ("bench training", "training train", ""),
-    ("bench train --device=cpu --preset=huge", "--preset huge", ""),
 ]
 ROWS = [(f"mdlm {wrong}", names, right and f"mdlm {right}") for wrong, names, right in OF_TRAINING]
 ROWS += OF_OTHERS
@@ -150,20 +98,16 @@ def made(pydoc, short_run, tmp_path_factory):
     (at / "empty").touch()
     (at / "short").write_text("a few words")
     (at / "latin").write_bytes("caf\xe9 ".encode("latin-1") * 99)
-    (at / "utf16").write_text("some words " * 99, encoding="utf-16")
     (at / "binary").write_bytes(bytes(range(256)) * 99)
     (at / "gaps").write_text("a█\nb█\n", encoding="utf-8")
     (at / "records.jsonl").write_text('{"text": "some words"}\n' * 60)
     (at / "broken.jsonl").write_text('{"text": "some words"}\n{"text": \n' * 60)
-    (at / "pairs.jsonl").write_text('{"prompt": "abc", "text": "defghi"}\n' * 60)
     for folder in ("no_files", "folder", "ids", "nanogpt"):
         (at / folder).mkdir()
     (at / "nanogpt" / "ckpt.pt").touch()
     (at / "folder" / "a.txt").write_text(text, encoding="utf-8")
     for name in ("train.bin", "val.bin"):
         (np.arange(300, dtype=np.uint16) % 7).tofile(at / "ids" / name)
-    flags = ["--max_steps=1", "--eval_windows=2", f"--data={at}/text", f"--out_dir={at}/ar"]
-    assert run_mdlm(*tiny_flags("--objective=ar", *flags)) == 0
     found = {path.name.removesuffix(".jsonl"): str(path) for path in at.iterdir()}
     return found | dict(long="a" * 40, broken=str(at / "broken.jsonl"))
 
@@ -177,7 +121,6 @@ def typed(command, places):
         flags = [flag for flag in more if flag.partition("=")[0] not in given] + flags
     if program == "sample":
         flags += ["--device=cpu"] + ["--steps=1"] * ("--compare" not in given)
-        flags.remove("--steps=1") if places["ar"] in str(flags) else None
     if program == "eval" and "--text" not in given:
         flags += ["--pictures=none"]
         flags += ["--windows=1"] * (not {"--windows", "--compare"} & given)

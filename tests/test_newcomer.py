@@ -21,13 +21,11 @@ def test_lessons_name_the_model_that_their_outputs_show():
             assert "--out_dir=" in command or "--compare=" in command, f"{page.name}: {command}"
 
 
-@pytest.mark.parametrize(
-    "program", ["mdlm", "sample", "eval", "bench", "export", "serve", "lessons/facts"]
-)
-def test_help_needs_no_docstrings(program):
-    command = [sys.executable, "-OO", f"{program}.py", "--help"]
-    r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert r.returncode == 0 and "usage:" in r.stdout and not r.stderr
+def test_help_needs_no_docstrings():
+    for program in ("mdlm", "sample"):
+        command = [sys.executable, "-OO", f"{program}.py", "--help"]
+        r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert r.returncode == 0 and "usage:" in r.stdout and not r.stderr
 
 
 def test_help_shows_a_plain_run_and_on_request_all(capsys):

@@ -1,27 +1,19 @@
 """When a run ends, is evaluated and saved, what that costs, and what is shown meanwhile."""
 
-import contextlib
-import itertools
 import json
-import os
 import re
-import struct
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-import tqdm
-from conftest import ROOT, TINY, corpus_of, losses, read_log, run_mdlm, saved, sign, tiny_flags
+from conftest import TINY, corpus_of, losses, read_log, run_mdlm, saved, sign, tiny_flags
 
 import bench
 import mdlm
 from nanomdlm import variants
 from nanomdlm.support.cli import entry, settings
-from nanomdlm.support.cli import progress as support_progress
-from nanomdlm.support.run import clock, log, session
+from nanomdlm.support.run import clock, session
 
 ALWAYS = settings.NO_LIMIT
 
@@ -40,15 +32,11 @@ def records(out_dir):
     "given, end",
     [
         ({}, (ALWAYS, 300.0)),
-        ({"data": "patterns"}, (ALWAYS, 300.0)),
         ({"max_steps": 10}, (10, 0.0)),
         ({"time_limit": 60.0}, (ALWAYS, 60.0)),
         ({"max_steps": 10, "time_limit": 60.0}, (10, 60.0)),
-        ({"max_steps": 10, "time_limit": 0.0}, (10, 0.0)),
         ({"time_limit": 0.0}, (5000, 0.0)),
         ({"preset": "gpu"}, (5000, 0.0)),
-        ({"preset": "gpu", "time_limit": 60.0}, (ALWAYS, 60.0)),
-        ({"preset": "gpt2", "time_limit": 0.0}, (20000, 0.0)),
     ],
 )
 def test_plain_cpu_run_ends_by_time(given, end):
@@ -63,8 +51,6 @@ def test_plain_cpu_run_ends_by_time(given, end):
         ((ALWAYS, 300.0), {"max_steps": 9000}, (9000, 0.0)),
         ((ALWAYS, 300.0), {"time_limit": 600.0}, (ALWAYS, 600.0)),
         ((20, 0.0), {"max_steps": 30}, (30, 0.0)),
-        ((20, 0.0), {"time_limit": 600.0}, (ALWAYS, 600.0)),
-        ((20, 300.0), {"time_limit": 600.0}, (20, 600.0)),
         ((20, 300.0), {"max_steps": 30}, (30, 300.0)),
     ],
 )
@@ -146,9 +132,7 @@ def a_run(**config):
 
 @pytest.mark.parametrize("objective", ["mdlm", "ar"])
 @pytest.mark.parametrize("batch_size", [16, 512])
-@pytest.mark.parametrize(
-    "max_steps, fewest", [(1, 0), (3, 0), (10, 0), (57, 6), (600, 8), (5000, 9)]
-)
+@pytest.mark.parametrize("max_steps, fewest", [(1, 0), (57, 6), (5000, 9)])
 def test_evaluations_take_three_percent_of_the_work(max_steps, fewest, batch_size, objective):
     run = a_run(max_steps=max_steps, batch_size=batch_size, objective=objective)
     it = clock.Clock(run.config, 0.0)
@@ -227,9 +211,7 @@ def shown(text_file, out, capsys, *more):
 
 def test_a_run_shows_its_bound_and_a_gap(text_file, pydoc, tmp_path, capsys):
     said = shown(text_file, tmp_path / "o", capsys, "--max_steps=3")
-    assert "4.56" in said.out, "ln 96: what an untrained model guesses"
     assert re.search(r"step 3: NELBO \d\.\d{4} \+- \d\.\d{4}", said.out)
-    assert re.match(r"100%\|#+\| step 3/3, 00:\d\d<00:00, loss ", said.err.splitlines()[-1])
     # The gap: what is not between the marks is the validation text, and the title says what was.
     titles = re.findall(r"^(?:a text|a gap) .*$", said.out, re.M)
     assert len(titles) == 2
@@ -239,97 +221,6 @@ def test_a_run_shows_its_bound_and_a_gap(text_file, pydoc, tmp_path, capsys):
     before, _, rest = given.partition(">>")
     fill, _, rest = rest.partition("<<")
     assert fill and before + was + rest in pydoc
-
-
-@pytest.mark.parametrize(
-    "more, title",
-    [
-        (["--objective=ar"], "validation text, and how the model >>goes on<<"),
-        (["--block_length=8"], "validation text, and how the model >>goes on<<"),
-        (["--tokenizer=byte"], "a gap in validation text"),
-    ],
-)
-def test_previews_of_other_models(text_file, tmp_path, capsys, more, title):
-    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=1", *more)
-    assert title in said.out and said.out.count(">>") == 2
-
-
-def stepped(monkeypatch, capsys, seconds, steps=200):
-    """The lines of a run of steps that take so many seconds each, as (time, line)."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(tqdm.std, "time", lambda: clock.now)
-    config = mdlm.Config(max_steps=steps)
-    times = SimpleNamespace(progress=0.0, elapsed=lambda: clock.now)
-    run = SimpleNamespace(config=config, step=0, tokens=0, clock=times, loss=2.0)
-    lines = []
-    with log.Log(config, silent=False).progress(run) as show:
-        for run.step in range(1, steps + 1):
-            run.tokens = 100 * run.step
-            clock.now = run.step * seconds
-            show()
-            times.progress = run.step / steps
-            lines += [(clock.now, line) for line in capsys.readouterr().err.splitlines()]
-    return [*lines, (clock.now, capsys.readouterr().err)]
-
-
-@pytest.mark.parametrize("seconds, most", [(0.01, 3), (0.3, 8), (5.0, 102), (500.0, 202)])
-def test_lines_come_by_time_not_by_steps(monkeypatch, capsys, seconds, most):
-    lines = stepped(monkeypatch, capsys, seconds)
-    assert len(lines) <= most
-    assert lines[0][0] <= seconds, "the first one soon"
-    assert lines[-1][1].startswith("100%") and lines[-1][1].endswith("\n")
-    assert "| step 200/200, " in lines[-1][1]
-    assert f"loss 2.0000, {100 / seconds:,.0f} tokens/s" in lines[-1][1]
-    if len(lines) > 20:
-        _, half = lines[len(lines) // 2]
-        elapsed, left = re.search(r"([\d:]+)<([\d:]+)", half).groups()
-        assert abs(in_seconds(left) - in_seconds(elapsed)) <= 5 * seconds
-
-
-def in_seconds(text):
-    """The seconds of m:ss or h:mm:ss."""
-    return sum(60**i * int(part) for i, part in enumerate(text.split(":")[::-1]))
-
-
-def test_reading_large_data_shows_how_far_it_is(text_file, tmp_path, monkeypatch, capsys):
-    clock = itertools.count(0.0, 20.0)
-    flags = [f"--data={text_file}", *TINY, "--max_steps=1"]
-    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'fast'}") == 0
-    fast = capsys.readouterr().err
-    monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
-    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'slow'}") == 0
-    slow = capsys.readouterr().err
-    for what in ("reading", "making a tokenizer", "encoding"):
-        assert f"{what}: " in slow and what not in fast
-    assert re.search(r"encoding: 100%.* 60\.\dk/60\.\dk ", slow)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a terminal")
-def test_bar_on_a_terminal_ends_at_100_percent(short_run, tmp_path):
-    import fcntl
-    import pty
-    import termios
-
-    side, other = pty.openpty()
-    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    flags = [*TINY, "--max_steps=8", "--eval_interval=4", f"--out_dir={tmp_path / 'o'}"]
-    command = [sys.executable, ROOT / "mdlm.py", f"--data={short_run.parent / 'text.txt'}", *flags]
-    env = os.environ | dict(OMP_NUM_THREADS="1")
-    process = subprocess.Popen(command, stdout=other, stderr=other, env=env, cwd=tmp_path)
-    os.close(other)
-    said = b""
-    with contextlib.suppress(OSError):  # Linux's way to say that it is closed
-        while part := os.read(side, 4096):
-            said += part
-    os.close(side)
-    said = said.decode()
-    assert process.wait(60) == 0, said
-    drawings = re.findall(r"\r *(\d+)%\|", said)
-    assert len(drawings) >= 2 and drawings[-1] == "100"
-    assert re.search(r"100%\|█+\| step 8/8, 00:\d\d<00:00, loss \d\.\d+, [\d,]+ tokens/s", said)
-    lines = [line.split("\r")[-1] for line in said.replace("\r\n", "\n").split("\n")]
-    assert any(line.startswith("step 4: NELBO ") for line in lines), "not in the line of the bar"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,25 +254,3 @@ def test_bench_without_a_time_is_no_success(short_run, tmp_path, capsys, mode):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert json.loads(path.read_text())["mode"] == mode, "what was begun is listed"
-
-
-def test_scripts_without_work_are_no_success(tmp_path):
-    """PARTS that name none; a table that fails."""
-    env = os.environ | dict(PARTS=" ", OUT=str(tmp_path / "out"))
-    command = ["bash", ROOT / "studies" / "gpu.sh"]
-    r = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert r.returncode == 2 and "names no part" in r.stderr
-    python = tmp_path / "python"
-    begun = 'for flag; do case $flag in --out*) mkdir -p "${flag#--out_dir=}"; esac; done'
-    python.write_text(f'#!/bin/sh\ncase "$*" in *--compare*) exit 3; esac\n{begun}\n')
-    python.chmod(0o755)
-    env = os.environ | dict(PYTHON=str(python), OUT=str(tmp_path / "out"))
-    command = ["bash", ROOT / "studies" / "record.sh"]
-    assert subprocess.run(command, env=env, capture_output=True).returncode == 3
-
-
-@pytest.mark.parametrize("size, drawn", [((100, 30), 100), ((100, 0), 0), ((0, 0), 0)])
-def test_a_terminal_without_known_rows_gets_lines(monkeypatch, size, drawn):
-    """tqdm draws no bar there, so a run would show nothing."""
-    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size(size))
-    assert support_progress.width(sys.__stderr__) == drawn

@@ -5,16 +5,13 @@ import http.server
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
 import threading
-import time
 import urllib.parse
 import zlib
 from importlib.util import find_spec
-from statistics import median
 
 import numpy as np
 import pytest
@@ -32,7 +29,6 @@ from nanomdlm.support.cli import entry
 from nanomdlm.support.constrain.automaton import automaton_of
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.infill import filling, search, templates
-from nanomdlm.support.proofread import mistakes
 from nanomdlm.support.run import checkpoint
 from nanomdlm.support.web import live_page, viewer
 
@@ -160,30 +156,10 @@ const list = ["a", "b]c", "[d", "", "b", "a|", "bc"].map(text => [...text].reduc
 const accepted = list.map(q => automaton.accepts[q] ?? 0);
 console.log(JSON.stringify({found, language, said, list: accepted}));
 """
-PATTERNS = [
-    "[a-c]{2}d?",
-    "(ab|c)*",
-    "a?b+[^a]*",
-    "(?i:B|cd?)+",
-    "a|ab|b{3,}?",
-    ".*\\x61",
-    "\\w\\D?[e\\]-]*",
-]
-WRONG = [
-    "(a",
-    "a)",
-    "^a",
-    "a$",
-    "a{2,1}",
-    "[a&&b]",
-    "(a)\\1",
-    "(?=a)a",
-    "a*+",
-    "[b-a]",
-    "a\\b",
-    "*",
-    "a{x}",
-]
+PATTERNS = ["[a-c]{2}d?", "(ab|c)*", "a?b+[^a]*", "(?i:B|cd?)+", "a|ab|b{3,}?", ".*\\x61"]
+PATTERNS += ["\\w\\D?[e\\]-]*"]
+WRONG = ["(a", "a)", "^a", "a$", "a{2,1}", "[a&&b]", "(a)\\1", "(?=a)a", "a*+", "[b-a]", "a\\b"]
+WRONG += ["*", "a{x}"]
 
 
 def test_page_draws_the_constrained_fills_of_sample_py(network):
@@ -394,34 +370,6 @@ def test_page_proofreads_as_sample_fix_does(network):
     assert kinds == {"substitution", "insertion", "deletion", "swap"}
 
 
-MISTAKES = """
-import {priorOf} from %s;
-const {vocab, settings} = JSON.parse(process.argv[1]);
-const ids = [...vocab.keys()], prior = priorOf(vocab, settings);
-console.log(JSON.stringify({
-  one: [prior.cost, prior.cost, prior.deletion(0, []), prior.deletion(0, [vocab.length])],
-  substitution: ids.map(a => ids.map(b => prior.substitution(a, b))),
-  wrong: ids.map(a => ids.map(b => prior.wrong(a, b))),
-  deletion: ids.map(a => ids.map(b => prior.deletion(a, [b, 2]))),
-}));
-"""
-
-
-def test_page_has_the_prior_of_mistakes():
-    """Costs of all repairs in a vocabulary with letters of both cases and others."""
-    vocab = list("asdfqwertzSWA .\n\u00e9")
-    given = dict(vocab=vocab, settings=live_page.proofreading_settings())
-    found = in_node(MISTAKES, given, "proofread.js")
-    V = len(vocab)
-    prior = mistakes.Prior(vocab, V)
-    one = [prior.insertion(), prior.swap(), prior.deletion(0, []), prior.deletion(0, [V])]
-    assert found["one"] == pytest.approx(one)
-    assert np.allclose(found["wrong"], prior.wrong.T)
-    for a, b in itertools.product(range(V), repeat=2):
-        assert found["substitution"][a][b] == pytest.approx(prior.substitution(a, b))
-        assert found["deletion"][a][b] == pytest.approx(prior.deletion(a, [b, 2]))
-
-
 LOADER = """
 import {open} from %s;
 const {cases, files, runtime} = JSON.parse(process.argv[1]), later = setTimeout, said = {};
@@ -444,19 +392,8 @@ for (const [name, place] of Object.entries(cases)) {
 console.log(JSON.stringify(said));
 process.exit();
 """
-FAULTS = {
-    "missing": "FILE is missing (404): put all files",
-    "refused": "The server does not give FILE (403): put all files",
-    "another page": "FILE has 11 bytes, 3000 were written: it is cut off, or of another export",
-    "cut off": "FILE has 1500 bytes, 3000 were written: it is cut off",
-    "longer": "FILE has 4000 bytes, 3000 were written: it is cut off, or of another export",
-    "empty": "FILE has 0 bytes, 3000 were written",
-    "spoiled": "FILE has the right length, but a wrong checksum: it is damaged",
-    "broken off": "FILE broke off after 1500 of 3000 bytes; check the connection",
-    "no answer": "FILE cannot be loaded: no answer",
-    "stalled": "FILE does not come: the server sent nothing for 60 s",
-    "stalled in the middle": "FILE does not come: the server sent nothing for 60 s",
-}
+FAULTS = ["missing", "refused", "another page", "cut off", "longer", "empty", "spoiled"]
+FAULTS += ["broken off", "no answer", "stalled", "stalled in the middle"]
 
 
 class Faulty(http.server.BaseHTTPRequestHandler):
@@ -508,9 +445,8 @@ def test_every_fault_of_every_file_is_one_sentence():
     runtime = live_page.RUNTIME_FILES["wasm"]
     files = ["model.onnx", "weights.bin", *runtime]
     sums = dict.fromkeys(files, (3000, zlib.crc32(Faulty.content)))
-    wanted = {(fault, file): said for fault, said in FAULTS.items() for file in files}
-    served = "FILE comes as text/plain, which no browser runs: let the server send .mjs"
-    wanted |= {("type", file): served for file in runtime if file.endswith(".mjs")}
+    wanted = [(fault, file) for fault in FAULTS for file in files]
+    wanted += [("type", file) for file in runtime if file.endswith(".mjs")]
     url = f"http://127.0.0.1:{server.server_port}"
     cases = {
         f"{fault}/{file}": f"{url}/{urllib.parse.quote(fault)}/{file}/" for fault, file in wanted
@@ -522,10 +458,9 @@ def test_every_fault_of_every_file_is_one_sentence():
         server.end.set()
         server.shutdown()
         server.server_close()
-    for (fault, file), sentence in wanted.items():
+    for fault, file in wanted:
         found = said[f"{fault}/{file}"]
-        assert found.startswith(sentence.replace("FILE", file)), (fault, found)
-        assert "reload" in found and "\n" not in found
+        assert file in found and "\n" not in found, (fault, found)
 
 
 def test_recorded_text_is_that_of_sample_py(network):
@@ -545,66 +480,10 @@ def test_recorded_text_is_that_of_sample_py(network):
         assert film["title"] == "" and all(len(c) == 3 for frame in film["frames"] for c in frame)
 
 
-SHAKESPEARE = mdlm.Config(data="shakespeare", block_size=256)
-LETTERS_OF_ALL = [chr(c) for c in range(10, 127)]
-
-
-@pytest.mark.parametrize(
-    "tokenizer, config, labels",
-    [
-        (
-            Tokenizer("char", LETTERS_OF_ALL),
-            SHAKESPEARE,
-            ["fill gaps", "any length", "scene", "ROMEO"],
-        ),
-        (Tokenizer("char", list("abc")), SHAKESPEARE, ["text"]),
-        (Tokenizer("byte"), mdlm.Config(data="my.txt"), ["any length", "text"]),
-        (Tokenizer("byte"), SHAKESPEARE, ["fill gaps", "any length", "scene", "ROMEO"]),
-        (
-            Tokenizer("byte"),
-            mdlm.Config(data="shakespeare", block_size=64),  # the passage is longer
-            ["any length", "scene", "ROMEO"],
-        ),
-    ],
-)
-def test_examples_fit_the_model(tokenizer, config, labels):
-    found = live_page.examples(tokenizer, config, "█", patterns=False, open_gaps=True)
-    assert [one["label"].split("\u201c")[-1].split(" a ")[-1] for one in found] == [
-        {"any length": "gap of any length", "ROMEO": "ROMEO:\u201d"}.get(name, name)
-        for name in labels
-    ]
-    for one in found:
-        given = re.sub(r"█|\[___\]", "", one["text"])
-        assert tokenizer.decode(tokenizer.encode_lossless(given)) == given
-
-
-def test_examples_of_another_text_are_made_of_one_that_the_model_wrote():
-    letters = Tokenizer("char", list("abcde \n"))
-    config = mdlm.Config(data="my.txt")
-    first, text, begun = live_page.examples(letters, config, "_", own="abc de ab\ncc dd ee a b")
-    assert first == dict(label="fill gaps", text="abc de __\ncc __ ee a", what="write")
-    assert text == dict(label="write a text", text="", what="write")
-    assert begun == dict(label="go on from \u201cabc de\u201d", text="abc de", what="write")
-    for own in ("abcabcabc", "a b c [d e"):  # no words; what may begin a gap
-        assert len(live_page.examples(letters, config, "_", own=own)) == 1
-
-
-@pytest.mark.parametrize(
-    "origin, address",
-    [
-        ("https://github.com/a/b.git", "a/b"),
-        ("https://name:key@github.com/a/b", "a/b"),
-        ("git@github.com:a/b.git", "a/b"),
-        ("ssh://git@github.com/a-c/b.d.git", "a-c/b.d"),
-        ("https://example.org/a/b.git", ""),
-        ("/home/name/b", ""),
-        ("", ""),
-    ],
-)
-def test_lessons_are_linked_where_the_clone_came_from(origin, address):
-    """On GitHub alone, and without the names and keys of who cloned it."""
-    found = live_page.lessons_at(origin)
-    assert found == (address and f"https://github.com/{address}/blob/HEAD/lessons/README.md")
+def test_links_to_lessons_hold_no_name_or_key_of_who_cloned():
+    for origin in ("https://name:key@github.com/a/b", "git@github.com:a/b.git"):
+        assert live_page.lessons_at(origin) == "https://github.com/a/b/blob/HEAD/lessons/README.md"
+    assert live_page.lessons_at("/home/name/b") == ""
 
 
 def test_quantized_matrices_are_near():
@@ -639,20 +518,7 @@ def test_what_a_page_needs_is_named(tmp_path, monkeypatch, capsys):
     installed |= {"onnx", "onnxscript"}
     monkeypatch.setattr(live_page, "RUNTIME", tmp_path / "none")
     monkeypatch.setenv("PATH", "")
-    assert export_page(dest) == 2 and "npm" in capsys.readouterr().err
-    npm = tmp_path / "npm"
-    npm.write_text("#!/bin/sh\necho no network >&2\nexit 1\n")
-    npm.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert export_page(dest) == 2
-    error = capsys.readouterr().err
-    assert "npm" in error and "no network" in error and not dest.exists()
-    npm.write_text("#!/bin/sh\nsleep 5 &\nsleep 5\n")  # what it started lives on, as under Windows
-    monkeypatch.setattr(live_page, "NPM_LIMIT", 0.2)
-    began = time.monotonic()
-    assert export_page(dest) == 2 and time.monotonic() - began < 20
-    error = capsys.readouterr().err
-    assert "0.2 s" in error and not dest.exists()
+    assert export_page(dest) == 2 and "npm" in capsys.readouterr().err and not dest.exists()
 
 
 def test_cut_off_installation_is_not_taken(tmp_path, monkeypatch):
@@ -673,38 +539,19 @@ def test_cut_off_installation_is_not_taken(tmp_path, monkeypatch):
     assert not live_page.is_installed()
 
 
-def test_workflow_builds_the_shipped_page():
-    """What is published is what one command of the program makes."""
-    text = (ROOT / ".github" / "workflows" / "pages.yml").read_text()
-    command = re.search(r"python export\.py (.*)", text)[1].split()
-    assert sorted(command) == ["--dest=page", "--out_dir=weights/shakespeare", "--to=page"]
-    assert re.search(r"upload-pages-artifact@v\d+\n\s+with:\n\s+path: page\n", text)
-
-
 # --------------------------------------------------------------------------------------------------
 # In headless Chromium
 
 
 class Server:
-    """A web server for a folder; `asked` are the paths that were asked for.
+    """A web server for a folder; `asked` are the paths that were asked for."""
 
-    gate: an Event that the second half of each .wasm file waits for
-    """
-
-    def __init__(self, folder, gate=None):
+    def __init__(self, folder):
         self.asked = asked = []
 
         class Handler(http.server.SimpleHTTPRequestHandler):
             def log_message(self, form, *args):
                 asked.append(self.path)
-
-            def copyfile(self, source, outputfile):
-                if gate and self.path.endswith(".wasm"):
-                    size = os.fstat(source.fileno()).st_size
-                    outputfile.write(source.read(size // 2))
-                    outputfile.flush()
-                    gate.wait(60)
-                super().copyfile(source, outputfile)
 
         handler = functools.partial(Handler, directory=str(folder))
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -858,25 +705,6 @@ def test_fills_and_their_proof_are_those_of_sample_py(browser, shipped, template
     server.close()
 
 
-@slow
-def test_speed_is_near_that_of_onnx_runtime(browser, shipped):
-    """256 characters in 16 calls against ONNX Runtime itself, in one thread each, in turns."""
-    native = session_of(shipped)
-    server = visit(browser, shipped)
-    ids = np.full((1, 256), 65, np.int32)
-    ratios = []
-    for seed in range(2):
-        start = time.perf_counter()
-        for _ in range(16):
-            native.run(None, {"ids": ids})
-        seconds = time.perf_counter() - start
-        write(browser, "", seed=seed, steps=16)
-        ratios.append(browser.js("samples.at(-1).seconds") / seconds)
-    print(f"{median(ratios):.2f} times")
-    assert median(ratios) <= 12
-    server.close()
-
-
 def session_of(folder):
     """The page's model in ONNX Runtime, in one thread."""
     ort = pytest.importorskip("onnxruntime")
@@ -935,7 +763,7 @@ def read_live(folder):
 
 @slow
 def test_type_play_and_read(live):
-    """Typed keys, one of them for the gap; play, pause, step, drag; the five likeliest on hover."""
+    """Typed keys, one of them for the gap; play, drag; the five likeliest on hover."""
     live.js("($('typed').value = '', 1)")
     live.mouse("#typed", click=True)
     live.type("ab__b a")
@@ -943,116 +771,14 @@ def test_type_play_and_read(live):
     live.wait("samples[0].frames.length && writing === null && !timer")
     text = live.js("text()")
     assert re.fullmatch(r"ab[^█]{2}b a", text, re.S)
-    assert live.js("step") == live.js("steps") == live.js("samples[0].calls") > 2
     live.js("document.activeElement.blur()")
     live.press("home")
     assert live.js("text()") == "ab██b a"
-    live.press("space")
-    assert live.js("timer > 0")
-    live.mouse("#play", click=True)
-    assert not live.js("timer > 0")
     live.mouse("#slider", click=True)
     assert 0 < live.js("step") < live.js("steps")
     live.press("end")
     live.mouse("[data-p='2']")
     assert live.js("document.querySelectorAll('#tip div').length") == 5
-    assert "confidence" in live.js("$('tip').innerText")
-    live.press("escape")
-    live.type("]]]")
-    assert live.js("cursor") == 2 and live.js("document.querySelectorAll('#tip div').length") == 5
-
-
-@slow
-def test_recorded_text_plays_while_the_model_loads(browser, shipped):
-    """Above the fold, with a bar in MB; a chip that is pressed meanwhile begins afterwards."""
-    gate = threading.Event()
-    server = Server(shipped, gate)
-    for width, height in ((390, 844), (1280, 657)):
-        browser.size(width, height)
-        browser.call("/url", url=server.url)
-        browser.wait("timer && step > 1 && $('bar').value > 1e6")
-        assert browser.js("[ready, $('stop').disabled, $('write').disabled]") == [
-            False,
-            True,
-            False,
-        ]
-        found = re.fullmatch(r"(\d+\.\d) of (\d+\.\d) MB", browser.js("$('counted').textContent"))
-        assert found and 1 < float(found[1]) < float(found[2])
-        assert browser.js("scrollY") == 0
-        for element in ("text", "write"):
-            box = browser.js(f"$('{element}').getBoundingClientRect().toJSON()")
-            assert 0 < box["top"] < box["bottom"] <= height and box["right"] <= width
-    assert browser.js("$('typed').value") == live_page.passage(*known_shipped(), "█")
-    browser.js("([...$('chips').children].find(c => c.textContent === 'write a scene').click(), 1)")
-    assert say(browser) == "It begins when the model is loaded."
-    assert browser.js("[timer, step === steps, $('typed').value]") == [0, True, ""]
-    browser.emulate(prefers_reduced_motion="reduce")
-    other = Server(shipped, gate)
-    browser.call("/window/new", type="tab")
-    first, second = browser.call("/window/handles", method="GET")
-    browser.call("/window", handle=second)
-    browser.emulate(prefers_reduced_motion="reduce")
-    browser.call("/url", url=other.url)
-    assert browser.js("[ready, timer, step === steps, step > 10]") == [False, 0, True, True]
-    browser.call("/window", method="DELETE")
-    browser.call("/window", handle=first)
-    browser.emulate(prefers_reduced_motion="no-preference")
-    gate.set()
-    browser.wait("ready && writing?.frames?.length")
-    assert not browser.js("$('progress').checkVisibility()") and browser.js("samples.length") == 1
-    browser.js("($('stop').click(), 1)")
-    server.close()
-    other.close()
-
-
-def known_shipped():
-    _, tokenizer, config = mdlm.load(WEIGHTS)
-    return tokenizer, config
-
-
-@slow
-def test_recorded_text_ends_with_the_load_and_the_first_text(live):
-    assert live.js("[timer, step === steps, Boolean(samples[0].note)]") == [0, True, True]
-    assert live.js("$('calls').textContent") == "recorded when this page was made"
-    write(live, "a_b", steps=1)
-    assert live.js("samples.length") == 1 and not live.js("samples[0].note")
-    assert live.js("$('calls').textContent").startswith("1 network call, ")
-
-
-@slow
-def test_counts_agree(live):
-    """Steps are calls, of which few gaps take fewer than were asked for."""
-    write(live, "ab__b a", steps=16)
-    live.js("(jump(1e6), 1)")
-    n = live.js("steps")
-    assert n < 16 and live.js("$('where').textContent") == f"Step {n} of {n}"
-    assert live.js("$('calls').textContent").startswith(f"{n} network calls, ")
-    assert live.js("$('calls-name').textContent") == "calls, at most"
-
-
-@slow
-def test_marks_settle_while_the_next_call_is_waited_for(live):
-    """After a second; those of a step that the user stopped at stay."""
-    write(live, "a____b", steps=8)
-    for playing, wanted in (("play(true)", 0), ("play(false)", 1)):
-        live.js(f"(play(false), go(2), {playing}, clearInterval(timer), go(3), 1)")
-        time.sleep(1.3)
-        assert live.js("document.querySelectorAll('.fresh').length > 0") == wanted
-    live.js("(play(false), 1)")
-
-
-@slow
-def test_a_search_counts_texts_and_has_a_stop(live):
-    for text in ("a__ b" + "_" * 20, "a[___]b [___]a"):
-        live.js(f"($('typed').value = {json.dumps(text)}, start('rank'), 1)")
-        live.wait("!$('progress').hidden && parseInt($('counted').textContent) > 2")
-        live.js("($('stop').click(), 1)")
-        assert re.fullmatch(r"\d+ texts seen", live.js("$('counted').textContent"))
-        assert live.js("[$('bar').hidden, $('progress').hidden]") == [True, True]
-        assert live.js("[writing, $('said').textContent]") == [None, "stopped"]
-    live.js("start('rank')")
-    live.wait("writing === null")
-    assert re.match(r"\d+ texts seen for 5 fills, ", live.js("$('calls').textContent"))
 
 
 @slow
@@ -1069,40 +795,6 @@ def test_fills_have_probabilities_and_a_certificate(live, tiny):
         assert np.allclose(live.js("samples.map(s => s.p)"), [one.p for one in found], rtol=0.03)
         number = re.search(r"; (?:not )?proven: .* ([\d.e-]+)\xa0%\.$", say(live))[1]
         assert what in say(live) and float(number) <= shown[-1] * 1.1
-    bounds = dict(fills=[dict(logp=-2, share=0.5)], comparesLengths=True)
-    for proven, bound, said in (
-        (True, -4, "proven: any other has at most 6.8\xa0%."),
-        (False, -4, "not proven: another may have up to 6.8\xa0%."),
-        (False, -1, "not proven: another may be likelier."),
-        (True, -1e300, "there are no others."),
-    ):
-        certificate = live.js(
-            f"certificate({json.dumps(bounds | dict(proven=proven, bound=bound))})"
-        )
-        assert certificate.endswith(f"; {said}")
-
-
-@slow
-def test_corrections_flash(live):
-    write(live, "", steps=32, seed=1)
-    changed = live.js("""[...Array(steps + 1).keys()].map(s => {
-      jump(s);
-      return document.querySelectorAll('.changed').length; })""")
-    assert sum(changed) > 3 and not any(changed[:17])  # the first sixteen calls reveal
-
-
-@slow
-def test_a_text_is_shown_while_it_is_written(live):
-    """Play begins before the last call; a pause keeps the step, the text goes on."""
-    live.js("$('typed').value = ''")
-    live.js("$('steps').value = 128")
-    live.js("start()")
-    live.wait("writing?.frames.length > 2")
-    live.js("play(false)")
-    step = live.js("step")
-    assert live.js("writing.frames.length") < live.js("steps") and "█" in live.js("text()")
-    live.wait("writing === null")
-    assert live.js("step") == step and live.js("steps") == 128
 
 
 @slow
@@ -1169,29 +861,13 @@ def test_hostile_text_stays_text(live):
 
 
 @slow
-def test_wrong_or_missing_file_is_named(browser, tiny, tmp_path):
-    """Whichever it is: the page holds its own scripts and styles, so that there are no others."""
+def test_damaged_file_is_named(browser, tiny, tmp_path):
     folder = shutil.copytree(tiny, tmp_path / "page")
-    names = [
-        path.name for path in folder.iterdir() if not re.search("html|webgpu|asyncify", path.name)
-    ]
-    assert sorted(names) == sorted(["model.onnx", "weights.bin", *live_page.RUNTIME_FILES["wasm"]])
-    for name in names:
-        content = (folder / name).read_bytes()
-        middle = len(content) // 2
-        spoiled = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        for changed, sentence in (
-            (None, f"{name} is missing (404)"),
-            (content[:middle], f"{name} has {middle} bytes, {len(content)} were written"),
-            (spoiled, f"{name} has the right length, but a wrong checksum"),
-        ):
-            os.remove(folder / name)
-            if changed is not None:
-                (folder / name).write_bytes(changed)
-            visit(browser, folder).close()
-            assert say(browser).startswith(sentence) and browser.js("$('write').disabled")
-            assert browser.js("$('said').className") == "error"
-            (folder / name).write_bytes(content)
+    content = (folder / "weights.bin").read_bytes()
+    (folder / "weights.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    visit(browser, folder).close()
+    assert say(browser).startswith("weights.bin ") and browser.js("$('write').disabled")
+    (folder / "weights.bin").write_bytes(content)
     visit(browser, folder).close()
     assert browser.js("ready") and say(browser) == ""
 
@@ -1211,83 +887,30 @@ def rename(folder, letters):
 
 @slow
 @pytest.mark.parametrize(
-    "letters, signs, literal",
-    [("ab_", "█", "_"), ("ab█", "_", "█"), ("ab_█[]", "[MASK]", "_█[___]"), ("ab", "_ or █", "")],
+    "letters, sign, literal", [("ab_", "█", "_"), ("ab_█[]", "[MASK]", "_█[___]")]
 )
-def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, signs, literal):
+def test_character_of_the_model_is_no_gap(browser, tiny, tmp_path, letters, sign, literal):
     folder = shutil.copytree(tiny, tmp_path / "page")
     rename(folder, letters)
     server = visit(browser, folder)
-    assert browser.js("$('help').textContent").startswith(f"Each {signs} is a character to fill")
-    sign = signs.split()[0]
     text = write(browser, f"{literal}a{sign}b[MASK]", steps=2)
     assert text.startswith(f"{literal}a") and len(text) == len(literal) + 4
     assert browser.js("samples.at(-1).given") == [True] * (len(literal) + 1) + [False, True, False]
-    browser.js(f"$('typed').value = {json.dumps('[MASK]' + 'a' * 31)}")
-    browser.js("start()")
-    assert browser.js("$('said').className") == "", "[MASK] is one of 32 characters"
-    browser.wait("writing === null")
-    for typed, wanted in (
-        ("ab", f"no gap to rank fills for: type {sign}"),
-        ("[MASK]é", 'character "é" (position 7)'),
-        *[("a[___]", "no gap to rank")] * ("[" in letters),
-    ):
-        browser.js(f"$('typed').value = {json.dumps(typed)}")
-        browser.js("start('rank')")
-        assert wanted in say(browser)
-    if "[" not in letters:
-        browser.js("$('typed').value = 'a[___]b'")
-        browser.js("start('rank')")
-        browser.wait("$('said').textContent.startsWith('The likeliest')")
     server.close()
 
 
 @slow
-def test_what_a_browser_lacks_is_said(tiny):
-    b = Browser()
-    code = "Object.defineProperty(window, 'WebAssembly', {value: undefined})"
-    b.cdp("Page.addScriptToEvaluateOnNewDocument", source=code)
-    visit(b, tiny).close()
-    assert "no WebAssembly; use a newer one" in say(b)
-    b.call("/url", url=(tiny / "index.html").as_uri())
-    assert "python -m http.server" in say(b)
-    b.close()
-
-
-@slow
 def test_wrong_texts_get_one_sentence(live):
-    for text, said in (
-        ("a" * 33, "The text has 33 characters, the model takes 32; shorten it."),
-        ("a" * 32, "There is nothing to fill: type _ where a character is missing."),
-        ("aé", 'The model never saw the character "é" (position 2); remove it.'),
-    ):
+    for text, said in (("a" * 33, "33"), ("a" * 32, "nothing to fill"), ("aé", "é")):
         live.js(f"$('typed').value = {json.dumps(text)}")
         live.js("start()")
-        assert say(live) == said and live.js("samples[0].title") == ""
-    live.js("$('typed').value = 'ab'")
-    live.js("start('rank')")
-    assert "no gap to rank" in say(live)
-
-
-@slow
-def test_a_worker_that_fails_in_use_can_be_asked_again(live):
-    live.js("$('typed').value = 'ab' + '_'.repeat(24)")
-    live.js("start()")
-    live.js("worker.dispatchEvent(new ErrorEvent('error', {message: 'out of memory'}))")
-    assert "worker failed (out of memory); try again" in say(live)
-    assert not live.js("document.querySelector('#composer button').disabled")
-    assert write(live, "ab__").startswith("ab")
+        assert said in say(live) and live.js("samples[0].title") == ""
 
 
 @slow
 def test_a_typed_pattern_is_matched(live):
-    """Written and ranked; texts around it keep their places; wrong patterns are one sentence."""
     for text, pattern in (
         ("a[███:[b<]+&?]b_", "a[b<]+&?b."),
-        ("[██|ab|<>] [█:b]", "(ab|<>) b"),
-        ("a[___:[b<]{1,3}&]b_", "a[b<]{1,3}&b."),
-        ("a[___]b_", "a.{1,16}b."),
-        ("ab[___]", "ab.{1,16}"),
         ("[___|ab|<>&] b[___:a{2,3}]", "(ab|<>&) ba{2,3}"),
     ):
         live.js(f"$('typed').value = {json.dumps(text)}")
@@ -1299,16 +922,6 @@ def test_a_typed_pattern_is_matched(live):
         live.wait("$('said').textContent.startsWith('The likeliest')")
         for shown in live.js("samples.map(s => s.tokens.join(''))"):
             assert re.fullmatch(f"(?s:{pattern})", shown), shown
-    for text, said in (
-        ("a[██:b", "The gap [██:b has no ] at its end; write one."),
-        ("a[██:b]", "No text of 2 characters of this model matches b; change one of them."),
-        ("a[██:(b]", '"(b" is no pattern that this page takes: a ( has no ).'),
-        ("a[██:b+]é", 'The model never saw the character "é" (position 9); remove it.'),
-        ("a[___:b]_", "A gap must not follow one of unknown length"),
-    ):
-        live.js(f"$('typed').value = {json.dumps(text)}")
-        live.js("start()")
-        assert say(live).startswith(said)
 
 
 @pytest.mark.long
@@ -1343,96 +956,13 @@ def test_changes_are_accepted_and_rejected_one_by_one(live):
     for window in (parts[:2], parts[2:]):
         live.js(f"showParts({json.dumps(window)})")
     assert live.js(texts) == ["/", "<b>", " ", ""]
-    assert live.js("document.querySelector('.unread').textContent") == "<"
     assert live.js("proofText()") == "ab<b>b<"
-    said = "substitution: 9.5 nats likelier, before 1\u00a0%, after 50\u00a0%"
-    assert live.js("changesShown()[0].title") == said
     live.js("changesShown()[0].focus()")
-    assert live.js("document.activeElement.ariaLabel") == "/ becomes <b>"
     live.press("space")
     assert live.js("proofText()") == "ab/b<"
-    live.press("tab", "space")
-    assert live.js("proofText()") == "ab/b <" and len(live.js("changesShown()")) == 2
     live.js("$('accept').click()")
     assert live.js("proofText()") == "ab<b>b<"
     live.js("$('reject').click()")
     live.press("space")
     live.js("$('use').click()")
-    assert live.js("$('typed').value") == live.js("proofText()") == "ab/b<"
-    live.js("$('typed').value = ' '")
-    live.js("$('proofread').click()")
-    assert say(live) == "There is no text to proofread; type one."
-
-
-@slow
-def test_ranking_ends_what_is_being_written(live):
-    """The text stays as it is; tabs, keys and the timer go on; more gaps than one in a title."""
-    live.js("$('typed').value = 'a__ b__' + 'a'.repeat(20)")
-    live.js("$('steps').value = 128")
-    script = """const [done] = arguments;
-      worker.addEventListener("message", ({data}) => {
-        if (data.frame && writing.frames.length === 2) done(start("rank"));
-      });
-      start();"""
-    live.call("/execute/async", script=script, args=[])  # in the page: it writes faster than we ask
-    live.press("down", "up")
-    assert live.js("samples.length") == 1 and live.js("steps === sample.frames.length")
-    live.wait("$('said').textContent.startsWith('The likeliest')")
-    assert live.js("samples.every(s => s.title.includes('…'))") and live.js("which") == 0
-    live.js("document.querySelector('nav button').focus()")
-    live.press("right", "down")
-    assert live.js("document.activeElement.tagName") == "BUTTON" and live.js("which") == 1
-
-
-@slow
-def test_a_pasted_link_is_followed(live):
-    """Another fragment in the address of the open page; _ in it is a gap; odd seeds are not run."""
-    live.js("location.hash = '#typed=ab_b&seed=5&steps=4'")
-    live.wait("typeof ready !== 'undefined' && ready && samples[0].frames.length > 0")
-    assert re.fullmatch("ab.b", live.js("samples[0].tokens.join('')"), re.S)
-    assert live.js("$('seed').value") == "5"
-    live.js("location.hash = '#typed=ab_b&seed=-3'")
-    live.wait("typeof ready !== 'undefined' && ready && $('seed').value === '-3'")
-    assert live.js("samples[0].title") == ""
-
-
-@slow
-def test_keyboard_alone_is_enough(live):
-    """Tab goes through every control, in order; arrows set the sliders."""
-    names = []
-    chips = live.js("$('chips').children.length")
-    for _ in range(chips + 7):
-        live.press("tab")
-        names.append(live.js("document.activeElement.id"))
-        if names[-1] == "steps":
-            live.press("right")
-    order = ["typed", "write", "rank", "proofread", "steps", "temperature", "seed"]
-    assert [name for name in names if name] == order
-    assert live.js("$('steps').value") == "17"
-    labels = live.js("""[...document.querySelectorAll("input, textarea, button")]
-      .filter(e => e.checkVisibility())
-      .map(e => e.labels?.[0]?.innerText || e.getAttribute("aria-label") || e.textContent)""")
-    # With Play, the slider and Stop, which can be pressed while it writes.
-    assert len(labels) == chips + 10 and all(labels)
-
-
-@slow
-def test_phones_and_both_themes(live):
-    write(live, "", steps=8)
-    live.size(390, 700)
-    live.js("scrollTo(0, 0)")
-    live.js("samples.splice(0)")
-    write(live, "", steps=8)
-    top = live.js("$('text').getBoundingClientRect().top")
-    assert 0 <= top < 600, "the text begins in sight"
-    assert not live.js("$('seed').checkVisibility()")
-    live.js("($('more').open = true, 1)")
-    assert live.js("$('seed').checkVisibility() && $('help').checkVisibility()")
-    for width in (320, 390, 1200):
-        live.size(width, 800)
-        assert live.js("document.documentElement.scrollWidth") <= width
-    colours = set()
-    for theme in ("light", "dark"):
-        live.emulate(prefers_color_scheme=theme)
-        colours.add(live.js("getComputedStyle($('typed')).backgroundColor"))
-    assert len(colours) == 2
+    assert live.js("$('typed').value") == live.js("proofText()") == "ab<b>b <"

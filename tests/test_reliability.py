@@ -11,19 +11,17 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINT_FILES, ROOT, TINY, losses, read_log, saved
+from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
 from nanomdlm.support.cli import files
-from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import checkpoint
 from nanomdlm.support.run import folder as run_folder
 
@@ -323,21 +321,6 @@ def small_disk(folder, size):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_full_standard_output_is_named(tmp_path, unbuffered):
-    command = [sys.executable, str(ROOT / "sample.py"), "--help"]
-    code = "import sys\nfrom nanomdlm.support.cli import entry\n"
-    code += "sys.exit(entry.run(lambda _: print('x' * 9999), []))"
-    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    with small_disk(tmp_path / "disk", "4k") as disk:
-        for argv in ([sys.executable, "-c", code], command):
-            with open(disk / "texts", "a") as full:
-                r = subprocess.run(argv, cwd=ROOT, env=env, stdout=full, stderr=subprocess.PIPE)
-            said = r.stderr.decode()
-            assert (r.returncode, said.count("\n")) == (2, 1), said
-            assert "standard output" in said
-
-
 def test_full_disk_stops_the_run(run, tmp_path):
     with small_disk(tmp_path / "disk", "700k") as disk:  # a checkpoint takes about 400 kB
         one = run(disk / "o", *TWELVE_STEPS)
@@ -361,15 +344,6 @@ def test_read_only_folder_stops_the_run(run, tmp_path):
     os.chmod(out, 0o755)
     assert run(out, "--resume").wait() == 0
     assert saved(out)[1][0] == 12
-
-
-def test_vanished_folder_stops_the_run(run, tmp_path):
-    out = tmp_path / "o"
-    one = run(out, *TWELVE_STEPS, fault=f"deleted:6:{out}")
-    assert one.wait() == 2
-    assert str(out) in one.err
-    assert "Traceback" not in one.err
-    assert not out.exists()
 
 
 def test_full_disk_stops_all_ranks(run, tmp_path):
@@ -421,24 +395,6 @@ def test_folders_without_locks_are_used(monkeypatch, tmp_path, recwarn, capsys, 
     assert str(out) in said and said.count("\n") == 1
     run_folder.release()
     assert not out.exists(), "it was left empty"
-
-
-def test_a_lock_of_another_user_is_refused(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "o"
-    out.mkdir()
-    (out / files.LOCK).touch()
-    open_file = os.open
-
-    def open_or_fail(path, flags, *args, **settings):
-        if os.path.basename(path) == files.LOCK:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return open_file(path, flags, *args, **settings)
-
-    monkeypatch.setattr(os, "open", open_or_fail)
-    with pytest.raises(UserError):
-        run_folder.lock(out)
-    run_folder.release()
-    assert (out / files.LOCK).exists() and not capsys.readouterr().err
 
 
 def test_two_runs_never_share_a_folder(run, tmp_path):

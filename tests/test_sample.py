@@ -5,19 +5,13 @@ import io
 import itertools
 import json
 import math
-import os
-import pty
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-import tqdm
 from conftest import ROOT, Toy, chain_rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +23,7 @@ from nanomdlm.kernels import operations as kernels
 from nanomdlm.support import abilities, numerics
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
-from nanomdlm.support.infill import display, likelihood, model_calls, word_statistics
+from nanomdlm.support.infill import likelihood, model_calls
 from nanomdlm.support.run import checkpoint
 from nanomdlm.support.web import viewer
 
@@ -348,11 +342,6 @@ def test_films_keep_confidences_up_to_the_end(world):
                 assert token == tokenizer.decode([step.x[row, i].item()])
 
 
-def test_autoregressive_models_refuse_other_orders(world):
-    with pytest.raises(ValueError, match="left_to_right"):
-        draws(Toy(world.random, V, T, objective="ar"), 1, order="random")
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -480,15 +469,10 @@ class TestCharacters:
         assert d["proven"] and d["p"] == p[0] and d["bound"] <= math.log(p[-1])
         assert len(set(texts)) == 4 and d["text"] == texts[0]
 
-    def test_template_gets_the_best_of_many(self, run, say, monkeypatch):
-        """In few calls, with two dimmed runners-up; flags of the sampler ask for draws."""
+    def test_template_gets_the_best_of_many(self, run, say):
+        """In few calls; flags of the sampler ask for draws."""
         d = json.loads(say(run, "--infill=The ███", "--json=-").out)
         assert d["candidates"][0]["text"] == d["text"] and d["calls"] <= 400
-        monkeypatch.setattr(display, "has_colours", lambda stream: True)
-        monkeypatch.setattr(display, "is_terminal", lambda stream: True)
-        best, second, third = say(run, "--infill=The ███").out.splitlines()
-        assert best.startswith(f"The {display.FILLED}") and display.FAINT not in best
-        assert second.startswith(display.FAINT) and third.startswith(display.FAINT)
         plain = [
             json.loads(say(run, "--infill=The ███", *flags, "--json=-").out)
             for flags in (["--num_samples=1"], ["--seed=1"], ["--seed=0", "--steps=32"])
@@ -496,53 +480,31 @@ class TestCharacters:
         assert plain[0]["text"] == plain[2]["text"] != plain[1]["text"]
         assert "candidates" not in plain[0]
 
-    def test_compare_shows_a_setting_side_by_side(self, run, say, tmp_path):
+    def test_compare_writes_what_each_setting_writes_alone(self, run, say, tmp_path):
         flags = ["--steps=4", "--length=20", "--num_samples=3", "--seed=5"]
-        pages = [f"--html={tmp_path / 'page.html'}", f"--json={tmp_path / 'x'}"]
-        r = say(run, "--compare=temperature=0.3,1", *flags, *pages)
-        assert r.code == 0
-        rows = [json.loads(line) for line in (tmp_path / "x").read_text().splitlines()]
+        page = tmp_path / "page.html"
+        r = say(run, "--compare=temperature=0.3,1", *flags, f"--html={page}", "--json=-")
+        rows = [json.loads(line) for line in r.out.splitlines()]
         assert [row["setting"] for row in rows] == ["temperature=0.3", "temperature=1"]
         for row in rows:
             assert row["calls"] == 4 and row["tokens/s"] == pytest.approx(20 / row["seconds"])
-            assert row["setting"] in r.out and f"{row['distinct']:.3f}" in r.out
-        samples = page_samples(tmp_path / "page.html")
-        assert '"temperature":' not in (tmp_path / "page.html").read_text()
+        samples = page_samples(page)
         assert [s["title"] for s in samples] == ["temperature=0.3", "temperature=1"]
         alone = json.loads(say(run, *flags, "--json=-").out.splitlines()[0])
-        assert samples[1]["text"] == alone["text"] in r.out, "as without --compare"
-        assert samples[0]["text"] != samples[1]["text"]
-        out = say(run, "--compare=steps=1,4", *flags[1:], "--json=-").out
-        assert [json.loads(line)["calls"] for line in out.splitlines()] == [1, 4]
-
-    def test_compare_knows_the_words_learned(self, run, say, tmp_path):
-        learned = shutil.copytree(run.out, tmp_path / "run" / "step-1")
-        text = "the cat of the hat " * 100
-        (tmp_path / "run" / "data").mkdir()
-        _, tokenizer, config = mdlm.load(learned)
-        ids = np.array(tokenizer.encode(text), np.uint16)
-        ids.tofile(tmp_path / "run" / "data" / "train.bin")
-        assert word_statistics.training_text(learned, tokenizer, config) == text
-        statistics = word_statistics.WordStatistics(text)
-        assert statistics(["a cat wore the hat b"])["words"] == 3 / 4
+        assert samples[1]["text"] == alone["text"] != samples[0]["text"]
 
     def test_gap_at_the_end_stops_at_a_break(self, run, say):
         d = json.loads(say(run, "--infill=The [___]", "--max_gap=12", "--json=-").out)
         assert d["text"].startswith("The ") and 1 <= len(d["fills"][0]) <= 12
         assert "\n" not in d["fills"][0][1:]
 
-    def test_batch_answers_line_by_line(self, run, say, tmp_path, monkeypatch):
+    def test_batch_answers_line_by_line(self, run, say, tmp_path):
         file = tmp_path / "templates"
         file.write_text("The ██ of\na [___] b\n█\n", encoding="utf-8")
         r = say(run, f"--batch={file}", "--max_gap=2")
         lines = [json.loads(line) for line in r.out.splitlines()]
         assert [d["template"] for d in lines] == ["The ██ of", "a [___] b", "█"]
         assert say(run, f"--batch={file}", "--max_gap=2", f"--json={tmp_path}/x").out == ""
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-        clock = itertools.count(0.0, 20.0)
-        monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
-        assert "s/ templates]" in say(run, f"--batch={file}", f"--json={tmp_path}/x").err
-        assert "s/ templates]" not in say(run, f"--batch={file}").err, "beside the lines of JSON"
         again = [json.loads(line) for line in (tmp_path / "x").read_text().splitlines()]
         assert [d["text"] for d in again] == [d["text"] for d in lines]
 
@@ -561,13 +523,6 @@ class TestCharacters:
         monkeypatch.setattr(sample, "to_texts", lambda *_: [(text, True)])
         lines = say(run, "--num_samples=2", "--json=-").out.splitlines()
         assert [json.loads(line)["text"] for line in lines] == [text] * 2
-
-    def test_watch_is_plain_lines_in_a_pipe(self, run, say):
-        r = say(run, "--infill=Th██ is", "--watch", "--steps=4")
-        assert r.code == 0 and "\x1b" not in r.out + r.err
-        _, first, shown, *_, last, text = r.err.splitlines()  # after the line on the model
-        assert (first, shown) == ("step 0 of 2: 5 of 7 tokens", "Th██ is")
-        assert "7 of 7 tokens" in last and text == r.out.splitlines()[0]
 
     def test_templates_come_from_standard_input(self, run, say, monkeypatch):
         for content, flag in (
@@ -598,12 +553,9 @@ class TestCharacters:
         "flags, name",
         [
             ("--infill=a█ --prompt=b", "--prompt"),
-            ("--infill=a█ --length=9", "--length"),
             ("--infill=a[___][___]b", "[___]"),
-            ("--candidates=3", "--infill"),
             ("--cfg=1", "--cfg"),
             ("--compare=heat=1,2", "--compare"),
-            ("--compare=steps=1 --watch", "--compare"),
             ("--order=one_shot --steps=5", "--steps"),
             ("--prompt=a\udcff", "UTF-8"),
         ],
@@ -613,32 +565,11 @@ class TestCharacters:
         assert r.code == 2 and r.out == ""
         assert r.err.count("\n") == 1 and name in r.err, r.err
 
-    def test_input_that_is_not_utf8_is_refused(self, run, say, monkeypatch):
-        for flag in ("--infill=-", "--batch=-"):
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\nab\xff"), "latin-1"))
-            r = say(run, flag)
-            assert r.code == 2 and r.err.count("\n") == 1
-            assert "line 2" in r.err
-
     def test_a_batch_that_is_not_utf8_is_named_with_its_line(self, run, say, tmp_path):
         (tmp_path / "b").write_bytes("ä█\r\nb█\n".encode() + b"a\xff\n")
         r = say(run, f"--batch={tmp_path / 'b'}")
         assert r.code == 2 and r.err.count("\n") == 1
         assert "line 3" in r.err and f"--batch={tmp_path / 'b'}" in r.err
-
-    def test_a_full_disk_gets_one_sentence(self, run, say, monkeypatch):
-        if not Path("/dev/full").is_char_device():
-            pytest.skip("no /dev/full here")
-        monkeypatch.setattr(entry, "silence_stdout", lambda: None)
-        r = say(run, "--steps=1", "--json=/dev/full")
-        _, sentence = r.err.splitlines()  # after the line on the model
-        assert r.code == 2 and "No space" in sentence
-
-    def test_a_reader_that_leaves_gets_no_traceback(self, run):
-        program = f"{sys.executable} sample.py --out_dir={run.out} --num_samples=300 --steps=1"
-        command = f"{program} --length=9 | head -n 1 > /dev/null"
-        r = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-        assert r.returncode == 0 and len(r.stderr.splitlines()) == 1  # which model it is
 
 
 def test_ids_are_shown_apart_and_checked(tmp_path, say):
@@ -672,28 +603,8 @@ def test_write_returns_filled_texts(run):
         assert found.startswith(text or "") and len(found) <= 2 * (length or 32)
 
 
-def test_shipped_weights_answer_in_a_terminal(tmp_path):
-    """Without a run; --watch in colour."""
-    flags = ["--infill=The k██g is d███.", "--watch", "--steps=12"]
-    main, side = pty.openpty()
-    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"}
-    command = [sys.executable, str(ROOT / "sample.py"), *flags]
-    p = subprocess.Popen(command, cwd=tmp_path, stdout=side, stderr=side, env=environment)
-    os.close(side)
-    shown = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # the other side is closed
-            break
-        if not part:
-            break
-        shown += part
-    shown = shown.decode()
-    assert p.wait(60) == 0 and "\x1b[" in shown and "░" in shown and "step 11 of 11" in shown
-    last = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", shown).splitlines()[-1]
-    assert last.startswith("The k") and "weights/" in shown.splitlines()[0]
-    for name, most in (("shakespeare", 24), ("record", 20)):  # MiB: a clone is not to be large
+def test_shipped_weights_keep_a_clone_small():
+    for name, most in (("shakespeare", 24), ("record", 20)):  # MiB
         size = sum(f.stat().st_size for f in (ROOT / "weights" / name).iterdir())
         assert size <= most << 20
 

@@ -17,12 +17,7 @@ from nanomdlm.support.run import checkpoint, checkpoint_score
 
 PROGRAMS = {
     "text": (sample, ["--length=8", "--steps=2"]),
-    "prompt": (sample, ["--prompt=The", "--length=8", "--steps=2"]),
-    "watch": (sample, ["--length=8", "--steps=2", "--watch"]),
-    "ranked": (sample, ["--infill=Th█ ", "--steps=2"]),
     "candidates": (sample, ["--infill=Th█ ", "--steps=2", "--candidates=1"]),
-    "unknown": (sample, ["--infill=Th[___] ", "--max_gap=1", "--steps=2"]),
-    "compare": (sample, ["--compare=steps=1,2", "--length=8", "--num_samples=1"]),
     "eval --text": (eval_program, ["--text=The"]),
     "eval": (eval_program, ["--windows=1", "--passes=1"]),
     "export": (export, ["--to=hf"]),
@@ -116,22 +111,13 @@ HOSTILE = {
     "an older checkpoint": (GOOD, "NELBO 2.75"),
     "cut off": (GOOD + '\n{"step": 4, "val_nel', "NELBO 2.75"),
     "of a model that writes from left to right": ('{"step": 4, "val_nll": 1.5}', "NLL 1.50"),
-    "null": ('{"step": 4, "val_nelbo": null}', "not evaluated"),
     "not finite": (
         '{"step": 4, "val_nelbo": NaN}\n{"step": 4, "val_nelbo": 1e999}',
         "not evaluated",
     ),
-    "huge": ('{"step": 1' + "0" * 400 + ', "val_nelbo": 1' + "0" * 400 + "}", "not evaluated"),
-    "too many digits": ('{"step": ' + "9" * 5000 + "}", "not evaluated"),
     "other types": ('{"step": "4", "val_nelbo": 3}\n{"step": true}\n[4]\n4\n"a"', "not evaluated"),
-    "types of loss": (
-        '{"step": 0, "val_nelbo": 4}\n{"step": 4, "loss": [1]}',
-        "NELBO 4.00 at step 0",
-    ),
     "deep": ("[" * 100_000, "not evaluated"),
-    "no text": ("\udcff\udcfe", "not evaluated"),
     "commands": ('{"step": 4, "val_nelbo": "\\u001b[2J"}\n\x1b[2J', "not evaluated"),
-    "empty": ("", "not evaluated"),
 }
 
 
@@ -156,8 +142,8 @@ def test_hostile_logs_do_not_break_sampling(case, run, capsys):
 @pytest.mark.parametrize(
     "score",
     [
-        *(None, 3, [], {}, "x" * 100, {"name": [], "value": 1}, {"name": "nelbo", "value": "1"}),
-        *({"name": "nelbo", "value": float("nan")}, {"name": "nelbo", "value": -1}),
+        *(3, {"name": [], "value": 1}, {"name": "nelbo", "value": "1"}),
+        {"name": "nelbo", "value": float("nan")},
     ],
     ids=str,
 )

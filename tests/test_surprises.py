@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,11 +20,10 @@ from safetensors.torch import load_file, save_file
 import eval
 import mdlm
 import sample
-from nanomdlm.support.cli import entry, outputs, signals, terminal
+from nanomdlm.support.cli import entry, outputs, terminal
 from nanomdlm.support.data import sources
 from nanomdlm.support.data.texts import prepare
-from nanomdlm.support.infill import templates
-from nanomdlm.support.run import checkpoint, plots, ranks
+from nanomdlm.support.run import checkpoint, plots
 from nanomdlm.support.run import folder as run_folder
 
 HOSTILE = "a\x1b]0;mine\x07b\x1b[2Jc\x9b1md\u202ee\x7f\rf\n"
@@ -71,16 +69,10 @@ def test_log_of_a_run_shows_control_characters_escaped(hostile):
     assert "  | " in said and "\\x1b" in said
 
 
-@pytest.mark.parametrize("colours", [True, False])
-@pytest.mark.parametrize(
-    "more", [[], ["--watch"], ["--infill=a\x1b█\u202e█f"], ["--prompt=\x1b[2J"]]
-)
-def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colours, more):
-    if colours:
-        monkeypatch.delenv("NO_COLOR", raising=False)
-        monkeypatch.setenv("TERM", "xterm")
-    else:
-        monkeypatch.setenv("NO_COLOR", "1")
+@pytest.mark.parametrize("more", [["--watch"], ["--infill=a\x1b█\u202e█f"]])
+def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, more):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sample.display.time, "sleep", lambda seconds: None)
     flags = [f"--out_dir={hostile[0]}", "--steps=3", *more]
     if "infill" not in str(more):
@@ -149,17 +141,6 @@ def test_too_little_memory_is_one_sentence(text_file, tmp_path):
     assert not list(tmp_path.glob("o/step-*"))
 
 
-def test_gpu_without_memory_is_one_sentence(capsys, monkeypatch, text_file, tmp_path):
-    def full(*args, **more):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 ...")
-
-    monkeypatch.setattr(mdlm, "compute_gradients", full)
-    flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={tmp_path}/o"]
-    r = train(capsys, *flags)
-    assert r.code == 2 and "Traceback" not in r.err
-    assert "memory" in r.err and "--gradient_accumulation_steps=2" in r.err
-
-
 def test_text_that_changes_while_read_is_refused(tmp_path, monkeypatch):
     texts = iter([["abc\n" * 99], ["abc\n" * 99], ["abc\n" * 9]])
     monkeypatch.setattr(sources, "find_text", lambda name: lambda: next(texts))
@@ -184,14 +165,6 @@ def test_changed_text_is_said_on_resume(run, capsys):
 # Pictures and logs
 
 
-def test_names_of_runs_are_no_formulas(run, capsys):
-    strange = run.rename(run.with_name(r"a$\nope$ {c} _^"))
-    assert train(capsys, f"--out_dir={strange}", "--resume", "--max_steps=5").code == 0
-    assert (strange / "loss.png").exists()
-    r = call(eval.main, capsys, f"--compare={strange},{strange}", f"--pictures={strange}")
-    assert r.code == 0 and "not drawn" not in r.err
-
-
 def test_no_picture_ends_a_run(run, capsys, monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("no fonts")
@@ -203,9 +176,8 @@ def test_no_picture_ends_a_run(run, capsys, monkeypatch):
     assert r.code == 2 and "value" in r.out, "the table is there, the picture is not"
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", ""])
-def test_forged_log_is_refused(run, capsys, content):
-    (run / "log.jsonl").write_text(content + "\n")
+def test_forged_log_is_refused(run, capsys):
+    (run / "log.jsonl").write_text("[1]\n")
     assert_one_sentence(call(eval.main, capsys, f"--compare={run}"), "log.jsonl")
 
 
@@ -213,42 +185,7 @@ def test_forged_log_is_refused(run, capsys, content):
 # Signals and ranks
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP")
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_ignored_hangup_stays_ignored(monkeypatch, handler):
-    before = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
-    try:
-        signal.signal(signal.SIGHUP, handler)
-        interrupt = signals.Interrupt()
-        ignored = handler == signal.SIG_IGN
-        if ignored or signal.getsignal(signal.SIGHUP) == interrupt.ask:
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert interrupt.signal == (0 if ignored else signal.SIGHUP)
-        monkeypatch.delattr(signal, "SIGHUP")  # as on Windows
-        signals.Interrupt()
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_ctrl_c_during_imports_is_quiet():
-    command = [sys.executable, "-X", "importtime", "sample.py"]
-    pipe = dict(stderr=subprocess.PIPE, text=True)
-    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's & ignores it
-    process = subprocess.Popen(command, cwd=ROOT, **pipe, preexec_fn=heeds)
-    for line in process.stderr:  # a line for each module that is imported
-        if "torch" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    rest = process.stderr.read()
-    assert process.wait(20) == -signal.SIGINT
-    assert "Traceback" not in rest and "KeyboardInterrupt" not in rest
-
-
-@pytest.mark.parametrize(
-    "env", [dict(RANK="x"), dict(WORLD_SIZE="2"), dict(LOCAL_RANK="-1"), dict(RANK="3")]
-)
+@pytest.mark.parametrize("env", [dict(RANK="x"), dict(WORLD_SIZE="2")])
 def test_ranks_of_a_cluster_get_one_sentence(capsys, monkeypatch, env):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -259,35 +196,6 @@ def test_ranks_of_a_cluster_get_one_sentence(capsys, monkeypatch, env):
 
 # --------------------------------------------------------------------------------------------------
 # Flags
-
-
-def test_no_input_is_overwritten(run, tmp_path, capsys):
-    path = tmp_path / "x"
-    path.write_text("To█\n")
-    (tmp_path / "link").symlink_to(path)
-    for flags in (
-        ["--batch=x", "--json=x"],
-        ["--batch=x", "--json=../" + tmp_path.name + "/x"],
-        ["--batch=x", "--json=link"],
-        ["--infill=a█", "--num_samples=1", "--html=new", "--json=./new"],
-    ):
-        os.chdir(tmp_path)
-        r = call(sample.main, capsys, f"--out_dir={run}", *flags)
-        assert_one_sentence(r, flags[-1].partition("=")[0])
-    for name in ("latest", "log.jsonl", "step-4/model.safetensors", "step-4/new"):
-        flags = [f"--out_dir={run}", f"--json={run}/{name}"]
-        assert_one_sentence(call(sample.main, capsys, *flags), f"--json={run}/{name}")
-        assert_one_sentence(call(eval.main, capsys, *flags), f"--json={run}/{name}")
-    r = call(eval.main, capsys, f"--out_dir={run}", "--data=x", "--json=x")
-    assert_one_sentence(r, "--data", "--json")
-    assert path.read_text() == "To█\n" and not (tmp_path / "new").exists()
-
-
-def test_data_folder_with_other_files_is_kept(text_file, run, tmp_path, capsys):
-    (run / "data" / "notes").write_text("mine")
-    flags = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={run}", "--overwrite"]
-    assert_one_sentence(train(capsys, *flags), f"{run}/data")
-    assert (run / "data" / "notes").read_text() == "mine"
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["over a run", "in an empty folder"])
@@ -334,21 +242,6 @@ def test_json_keeps_the_text_in_any_encoding(run):
     assert json.loads(r.stdout)["template"] == "’█"
 
 
-def test_leftover_ranks_silence_nobody(capsys, monkeypatch):
-    for name in ranks.RANKS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_one_sentence(train(capsys, "--nope"), "--nope")
-
-
-@pytest.fixture(autouse=True)
-def same_folder():
-    before = os.getcwd()
-    yield
-    os.chdir(before)
-
-
 def test_devices_are_written_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -370,59 +263,6 @@ def test_extreme_numbers_have_a_defined_result(run):
     assert (sample.generate(model, x, seed=1, steps=8, temperature=100.0) != model.mask_id).all()
 
 
-def test_byte_order_mark_of_a_batch_is_skipped(run, tmp_path, capsys, monkeypatch):
-    (tmp_path / "batch").write_bytes(b"\xef\xbb\xbfthe\xe2\x96\x88\n")
-    flags = [f"--out_dir={run}", "--steps=1"]
-    first = call(sample.main, capsys, *flags, f"--batch={tmp_path}/batch")
-    content = io.BytesIO((tmp_path / "batch").read_bytes())
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content))
-    second = call(sample.main, capsys, *flags, "--batch=-")
-    for r in (first, second):
-        assert r.code == 0, r.err
-        assert json.loads(r.out)["text"].startswith("the")
-
-
-@pytest.fixture
-def short_limits(monkeypatch):
-    monkeypatch.setattr(templates, "MAX_TEMPLATE", 1 << 20)
-    monkeypatch.setattr(templates, "MAX_BATCH", 1 << 21)
-
-
-class Endless(io.RawIOBase):
-    """A stream without an end, of which as few bytes are read as the limits say."""
-
-    def __init__(self, block):
-        self.block = block
-        self.n = 0
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        n = len(buffer) // len(self.block) * len(self.block)
-        buffer[:n] = self.block * (n // len(self.block))
-        self.n += n
-        assert self.n < 1 << 23, "it is read without a limit"
-        return n
-
-
-@pytest.mark.parametrize("block", [b"\0", b"a\xe2\x96\x88\n"])
-@pytest.mark.parametrize("flag", ["--batch=-", "--infill=-"])
-def test_endless_templates_are_refused(run, capsys, monkeypatch, short_limits, flag, block):
-    endless = io.BufferedReader(Endless(block))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(endless))
-    r = call(sample.main, capsys, f"--out_dir={run}", flag)
-    assert_one_sentence(r)
-
-
-@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
-def test_templates_come_from_a_pipe(run, name):
-    command = [sys.executable, ROOT / "sample.py", f"--out_dir={run}", "--device=cpu", "--steps=1"]
-    settings = dict(input="the█\n".encode(), capture_output=True, timeout=120)
-    r = subprocess.run([*command, f"--batch={name}"], **settings)
-    assert r.returncode == 0 and json.loads(r.stdout)["text"].startswith("the"), r.stderr
-
-
 def test_a_device_that_takes_no_output_is_no_success(run):
     """Also for a text that is larger than the buffer of standard output."""
     if not os.path.exists("/dev/full"):
@@ -439,32 +279,8 @@ sys.exit(entry.run(lambda argv: print("x" * 100_000) or 0, []))
     assert r.returncode == 2 and "No space left" in r.stderr
 
 
-def test_a_path_that_is_too_long_leaves_no_folder(text_file, tmp_path):
-    for name in ("new/" + "x" * 300, f"a/b/{'x' * 300}/c"):
-        assert run_mdlm(*TINY, f"--data={text_file}", f"--out_dir={tmp_path / name}") == 2
-        assert not {"new", "a"} & set(os.listdir(tmp_path))
-
-
-def test_folders_made_for_a_run_that_is_refused_go(text_file, tmp_path):
-    run_folder.lock(tmp_path / "a/b/c")
-    assert (tmp_path / "a/b/c").is_dir()
-    run_folder.release()
-    assert not (tmp_path / "a").exists()
-
-
-def test_fewer_candidates_than_asked_are_said(run, capsys):
-    r = call(sample.main, capsys, f"--out_dir={run}", "--infill=the█", "--candidates=500")
-    n = r.out.count("log p")
-    assert n < 500 and str(n) in r.err and "500" in r.err
-
-
 # --------------------------------------------------------------------------------------------------
 # Output
-
-
-def test_several_texts_are_told_apart(run, capsys):
-    r = call(sample.main, capsys, f"--out_dir={run}", "--steps=1", "--num_samples=3", "--length=9")
-    assert [line for line in r.out.splitlines() if set(line) == {"-"}] == ["-" * 40] * 2
 
 
 def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
@@ -493,17 +309,6 @@ def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):
     assert run_mdlm(*flags) == 0
     assert checkpoint.find_checkpoint(run).name == "step-8"
     assert read_log(run)[-1]["step"] == 8
-    monkeypatch.undo()
-    command = [sys.executable, ROOT / "mdlm.py", f"--out_dir={run}", "--resume", "--max_steps=10"]
-    assert without_reader(*command)[0] == 0
-    assert read_log(run)[-1]["step"] == 10
-
-
-def test_a_text_may_begin_with_a_dash(run, capsys):
-    flags = [f"--out_dir={run}", "--steps=1", "--length=9", "--json=-"]
-    r = call(sample.main, capsys, "- a", *flags)
-    assert r.code == 0 and json.loads(r.out)["text"].startswith("- a")
-    assert_one_sentence(call(sample.main, capsys, "-x", *flags), "-x")
 
 
 def without_reader(*command):
@@ -521,20 +326,13 @@ def without_reader(*command):
     "command",
     [
         "sample.py --out_dir={run} --length=8 --steps=1",
-        "eval.py --out_dir={run} --windows=1 --passes=1 --pictures=none",
-        "eval.py --compare={run} --pictures=none --json=-",
-        "bench.py train --preset=cpu --time_limit=0.001",
-        "export.py --out_dir={run} --dest={tmp}/exported",
         "mdlm.py --help",
-        "lessons/check.py 1 missing.py",
-        "lessons/facts.py",
         "lessons/minimal.py --seconds=1",
-        "studies/scale.py --help",
     ],
 )
-def test_program_whose_reader_has_gone_ends_quietly(run, tmp_path, command):
+def test_program_whose_reader_has_gone_ends_quietly(run, command):
     """With 141, as a shell says of what SIGPIPE ends; subprocess says -SIGPIPE."""
-    name, *flags = command.format(run=run, tmp=tmp_path).split()
+    name, *flags = command.format(run=run).split()
     code, said = without_reader(sys.executable, str(ROOT / name), *flags)
     assert code in (141, -signal.SIGPIPE) and "Traceback" not in said and "Broken" not in said
 

@@ -10,13 +10,13 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
     CHECKPOINT_FILES,
+    CPU,
     ROOT,
     TINY,
     StopAt,
@@ -35,11 +35,9 @@ from torch.utils._pytree import tree_leaves
 import mdlm
 import sample
 from nanomdlm.support import errors, numerics, view
-from nanomdlm.support.cli import entry, settings, signals
-from nanomdlm.support.run import checkpoint, compiling, optimizers, session
+from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.run import checkpoint, optimizers, session
 from nanomdlm.support.run.clock import Clock
-
-CPU = torch.device("cpu")
 
 
 def snapshot(folder):
@@ -181,22 +179,6 @@ def test_averaged_weights_are_a_second_model(trained):
     assert any(not torch.equal(p, q) for p, q in zip(before, copies(run.model), strict=True))
 
 
-def test_without_ema_one_model_is_both(trained):
-    run = make_run(trained, ema=0.0)
-    assert run.averaged is run.model
-
-
-def test_average_follows_weights_that_settle(trained):
-    lag = {}
-    for schedule in ("constant", "trapezoid"):
-        run = make_run(trained, lr_schedule=schedule)
-        for step in range(30):
-            mdlm.train_step(run, step, step / 30)
-        pairs = zip(copies(run.model), copies(run.averaged), strict=True)
-        lag[schedule] = torch.stack([(p - q).norm() for p, q in pairs]).norm()
-    assert lag["trapezoid"] < 0.2 * lag["constant"], lag
-
-
 def test_accumulation_changes_no_gradient(trained):
     gradients = {}
     for parts in (1, 4):
@@ -228,18 +210,12 @@ class Watched(TorchDispatchMode):
 
 
 VARIANTS = {
-    "adamw": ["--optimizer=adamw"],
     "dropout": ["--dropout=0.5", "--ema=0", "--attention_every=2"],
     "ar": ["--objective=ar", "--pos=learned", "--conv=0"],
     "time": ["--time_conditioning", "--tie"],
-    "bernoulli": ["--masking=bernoulli"],
-    "cosine": ["--rates=cosine", "--loss_weight=uniform"],
-    "clipped": ["--rates=0.3-0.8"],
-    "documents": ["--separator=\\n\\n"],
+    "rates": ["--rates=cosine", "--loss_weight=uniform", "--optimizer=adamw"],
     "predicted": ["--separator=\\n\\n", "--document_length=predicted"],
-    "blocks": ["--block_length=4"],
     "blocks, whole": ["--block_length=4", "--infill_share=0.5"],
-    "prompts": ["--prompt_column=q"],
     "prompts in blocks": ["--prompt_column=q", "--block_length=4"],
 }
 
@@ -394,7 +370,7 @@ def test_time_limit_opens_the_rates(text_file, tmp_path, monkeypatch, slow):
     assert spread[-1] >= 16, "any number at the end"
 
 
-@pytest.mark.parametrize("call, interval, steps", [(2, 1000, 30), (2, 10, 20), (7, 1000, 9)])
+@pytest.mark.parametrize("call, interval, steps", [(2, 10, 20), (7, 1000, 9)])
 def test_slow_evaluation_never_breaks_the_limit(
     text_file, tmp_path, clock, slow, call, interval, steps
 ):
@@ -413,9 +389,7 @@ def test_slow_evaluation_never_breaks_the_limit(
     "seconds, taken",
     [
         (dict(data=150), 150),
-        (dict(data=80, call=5), 90),
         (dict(first=130, call=1), 132),
-        (dict(call=60), 120),
     ],
 )
 def test_run_without_a_step_is_no_success(text_file, tmp_path, capsys, slow, seconds, taken):
@@ -428,29 +402,6 @@ def test_run_without_a_step_is_no_success(text_file, tmp_path, capsys, slow, sec
     assert "--time_limit=100" in said and f"{taken} s" in said
 
 
-def test_compilation_that_takes_all_time_is_no_success(
-    text_file, tmp_path, capsys, monkeypatch, clock, slow
-):
-    def compiled(model, **options):
-        slow(first=200)  # for each of three parts: two blocks, but for the last MLP
-        return model
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    assert run_for_100_seconds(text_file, tmp_path / "out", "--compile=on")[0] == 2
-    said = capsys.readouterr()
-    assert "600 s" in said.err and "--compile=off" in said.out
-
-
-def test_clock_starts_before_the_slow_imports(monkeypatch):
-    seen = []
-    monkeypatch.setattr(mdlm, "train", lambda given, start: seen.append(start))
-    mdlm.main([], mdlm.PROCESS_START)  # as the program does
-    assert seen == [mdlm.PROCESS_START]
-    before = time.monotonic()
-    mdlm.main([])
-    assert before <= seen[1] <= time.monotonic(), "a call from Python counts its own time"
-
-
 @pytest.mark.slow
 def test_real_time_limit_is_kept(text_file, tmp_path):
     out = tmp_path / "out"
@@ -460,32 +411,6 @@ def test_real_time_limit_is_kept(text_file, tmp_path):
     subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=60)
     assert 8 < time.monotonic() - began < 30  # Python's own start and end are not in the 20
     assert read_log(out)[-1]["seconds"] < 20
-
-
-@pytest.mark.parametrize(
-    "config, able, device, wanted",
-    [
-        (dict(time_limit=119.0), True, "cpu", False),
-        (dict(time_limit=120.0), True, "cpu", True),
-        (dict(max_steps=100), True, "cpu", False),
-        (dict(max_steps=50_000), True, "cpu", True),
-        (dict(max_steps=5000, time_limit=100.0), True, "cpu", False),
-        (dict(max_steps=100, time_limit=1000.0), True, "cpu", False),
-        (dict(time_limit=1.0), True, "cuda", True),
-        (dict(time_limit=120.0), False, "cpu", False),
-        (dict(time_limit=120.0, compile="off"), True, "cpu", False),
-        (dict(time_limit=1.0, compile="on"), True, "cpu", True),
-        (dict(time_limit=120.0, compile="on"), False, "cpu", False),
-    ],
-)
-def test_auto_compiles_runs_of_two_minutes(trained, capsys, config, able, device, wanted):
-    model, _, of_model = mdlm.load(trained)
-    same = dict(max_steps=settings.NO_LIMIT, batch_size=64, compile="auto")
-    config = dataclasses.replace(of_model, **same | config)
-    run = SimpleNamespace(config=config, device=torch.device(device), model=model, step=0)
-    assert compiling.should_compile(run, able) == wanted
-    warned = config.compile == "on" and not able
-    assert capsys.readouterr().err.count("--compile=on") == warned
 
 
 def check_compiled_run(text_file, tmp_path, *more):
@@ -532,29 +457,6 @@ def test_fine_tuning_keeps_weights_and_tokenizer(run, tmp_path, capsys):
     assert "\u2603" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flag, word",
-    [
-        ("--n_layer=3", "n_layer=2"),
-        ("--attention_every=1", "attention_every=4"),
-        ("--pos=sinusoidal", "pos="),
-        ("--conv=3", "conv=5"),
-    ],
-)
-def test_fine_tuning_another_network_is_refused(short_run, tmp_path, capsys, flag, word):
-    text = short_run.parent / "text.txt"
-    flags = [f"--data={text}", *tiny_flags(flag), "--max_steps=1", f"--init_from={short_run}"]
-    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'c'}") == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert word in said
-    assert not (tmp_path / "c").exists()
-
-
-# --------------------------------------------------------------------------------------------------
-# Flags
-
-
 def test_importing_has_no_side_effects(tmp_path):
     program = (
         "import sys; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1])\n"
@@ -590,18 +492,6 @@ def test_existing_run_is_only_touched_on_request(run, capsys):
     assert [r["step"] for r in read_log(run)] == [0, 1, 2, 2]
 
 
-def test_unusable_out_dir_is_refused(short_run, tmp_path, capsys):
-    text = short_run.parent / "text.txt"
-    (tmp_path / "file").write_text("")
-    assert run_mdlm(f"--data={text}", *TINY, f"--out_dir={tmp_path / 'file'}") == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "precious").write_text("mine")
-    assert run_mdlm(f"--data={text}", *TINY, f"--out_dir={tmp_path}") == 2
-    assert str(tmp_path / "data") in capsys.readouterr().err
-    assert (tmp_path / "data" / "precious").exists()
-
-
 def test_resume_works_without_source_or_elsewhere(run, tmp_path):
     # short_run's text may be gone: the run has its own copy of the ids
     path = run / "step-4" / "config.json"
@@ -615,35 +505,15 @@ def test_resume_works_without_source_or_elsewhere(run, tmp_path):
     assert saved(moved)[1][0] == 5
 
 
-def test_the_same_text_by_another_path_is_accepted_on_resume(run, tmp_path, capsys, monkeypatch):
-    """A path is compared as a file: ./text.txt, /all/of/it/text.txt and a link are text.txt."""
-    config = mdlm.run_config.read(mdlm.Config, checkpoint.find_checkpoint(run))
-    text = Path(config.data)
-    folder = tmp_path / "other"
-    folder.mkdir()
-    (folder / "link.txt").symlink_to(text)
-    (folder / "copy.txt").write_bytes(text.read_bytes())
-    monkeypatch.chdir(text.parent)
-    for same in (text.name, f"./{text.name}", folder / "link.txt"):
-        argv = ["--resume", f"--data={same}", f"--out_dir={run}", "--max_steps=4"]
-        assert run_mdlm(*argv) == 0
-        assert mdlm.load(run)[2].data == config.data, "the run keeps the name that it has"
-    for other in (folder / "copy.txt", "pydoc", "./pydoc", folder):
-        argv = ["--resume", f"--data={other}", f"--out_dir={run}", "--max_steps=4"]
-        assert run_mdlm(*argv) == 2
-        assert f"--data={other}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "train.bin", "val.bin"])
-@pytest.mark.parametrize("damage", ["cut", "empty", "other", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_no_run_resumes_on_damaged_data(run, capsys, name, damage):
     path = run / "data" / name
     content = path.read_bytes()
     if damage == "gone":
         path.unlink()
     else:
-        kinds = dict(cut=content[: len(content) // 2], empty=b"", other=b"{}")
-        path.write_bytes(kinds[damage])
+        path.write_bytes(content[: len(content) // 2])
     code = run_mdlm("--resume", "--max_steps=5", f"--out_dir={run}")
     said = capsys.readouterr().err
     assert code == 2
@@ -713,19 +583,7 @@ def assert_loads_step_2(run, capsys):
     assert all(map(torch.equal, model.parameters(), before.parameters()))
 
 
-def test_program_mistakes_are_not_hidden(short_run, tmp_path, monkeypatch):
-    def broken(*args, **more):
-        raise ValueError("a mistake in the program")
-
-    monkeypatch.setattr(mdlm.MaskedDiffusion, "batch", broken)
-    flags = [f"--data={short_run.parent / 'text.txt'}", *TINY, f"--out_dir={tmp_path / 'out'}"]
-    with pytest.raises(ValueError, match="a mistake") as e:
-        run_mdlm(*flags)
-    assert e.type is ValueError
-    assert Path(tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 1e-9])
+@pytest.mark.parametrize("p", [0.1, 1e-9])
 def test_dropout_has_its_rate_and_mean(p):
     torch.manual_seed(0)
     dropout = numerics.Dropout(p)
@@ -740,19 +598,3 @@ def test_dropout_has_its_rate_and_mean(p):
     assert torch.equal(x.grad, y), "backward drops the same values"
     assert not torch.equal(dropout(x), y) or not rate, "each call draws anew"
     assert torch.equal(dropout.eval()(x), x)
-
-
-def test_dropout_is_cheap():
-    """PyTorch's own takes three times as long. (Of a whole step: results/cpu.md.)"""
-    x = torch.randn(16, 256, 192, dtype=torch.bfloat16)
-    seconds = {}
-    for cls in (torch.nn.Dropout, numerics.Dropout):
-        dropout = cls(0.1)
-        dropout(x)
-        took = []
-        for _ in range(9):
-            began = time.thread_time()
-            dropout(x)
-            took.append(time.thread_time() - began)
-        seconds[cls] = min(took)
-    assert seconds[numerics.Dropout] < 0.7 * seconds[torch.nn.Dropout]

@@ -1,6 +1,5 @@
 """A headless Chromium for the tests, by the WebDriver protocol (w3.org/TR/webdriver2)."""
 
-import base64
 import contextlib
 import json
 import os
@@ -77,9 +76,6 @@ class Browser:
         strokes = [dict(type="keyDown", value=KEYS[name]) for name in names]
         strokes += [dict(type="keyUp", value=KEYS[name]) for name in reversed(names)]
         self.call("/actions", actions=[dict(type="key", id="keyboard", actions=strokes)])
-
-    def screenshot(self, path):
-        path.write_bytes(base64.b64decode(self.call("/screenshot", method="GET")))
 
     def emulate(self, **features):
         features = [dict(name=k.replace("_", "-"), value=v) for k, v in features.items()]

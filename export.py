@@ -62,7 +62,7 @@ from nanomdlm.variants.documents import view_of_documents
 PLACE = "Model = View = view_of_documents = masked_fraction = rotary_tables = None\n"
 PLACE += "attention_ref = norm_conv_ref = told_rate = with_positions = None\n"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_fraction]
-SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tables]
+SOURCES += [reference.neighbors, reference.norm_conv_ref, reference.rotary_tables]
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
 SOURCES += [view_of_documents, mdlm.Layer, mdlm.Model]
 SOURCES += [time_conditioning.RateEmbedding, time_conditioning.AdaLN, time_conditioning.told_rate]

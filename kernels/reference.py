@@ -215,12 +215,12 @@ def masked_fraction(masked, text, spans):
     return (masked / text.clamp(min=1))[..., None]
 
 
-def neighbours(x, left, k, spans):
+def neighbors(x, left, k, spans):
     """Return shifted copies of x (B, T, C), the inputs of a convolution over k positions.
 
     A list of k tensors (B, T, C): for each position, x at `left` positions before it, ..., x at
     k - 1 - left positions after it. 0 at positions outside the sequence or of another document.
-    With block_spans, the left neighbours of a block of masked text are the text of earlier blocks.
+    With block_spans, the left neighbors of a block of masked text are the text of earlier blocks.
     """
     T = x.shape[1]
     padded = F.pad(x, (0, 0, left, k - 1 - left))
@@ -231,7 +231,7 @@ def neighbours(x, left, k, spans):
         if spans.shape[1] > 2:
             half = T // 2
             # The text, aligned with the masked text.
-            text = neighbours(x.roll(half, 1), left, left, None)
+            text = neighbors(x.roll(half, 1), left, left, None)
             for i, z in enumerate(text):
                 shifted[i] = shifted[i] + z * is_visible(spans[:, 2:4], at + i + half)
     return shifted
@@ -245,7 +245,7 @@ def norm_conv_ref(
     spans: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    neighbours: Callable = neighbours,
+    neighbors: Callable = neighbors,
 ) -> Tensor:
     """Normalize rows by their RMS, then add a depthwise convolution over positions.
 
@@ -254,7 +254,7 @@ def norm_conv_ref(
     causal        whether left = k - 1: no later position is seen; else left = k // 2
     spans         int32, from document_spans or block_spans, or None: which positions are seen
     scale, shift  of adaptive normalization, or None; they broadcast to (B, T, C)
-    neighbours    what returns the shifted copies
+    neighbors    what returns the shifted copies
 
     Returns (B, T, C) in the dtype of x.
     """
@@ -266,7 +266,7 @@ def norm_conv_ref(
     weight = weight.to(h.dtype)
     left = len(weight) - 1 if causal else len(weight) // 2
     first, *others = (
-        x * w for x, w in zip(neighbours(h, left, len(weight), spans), weight, strict=True)
+        x * w for x, w in zip(neighbors(h, left, len(weight), spans), weight, strict=True)
     )
     return h + sum(others, first)
 

@@ -93,7 +93,7 @@ def table_model(xt):
 
 # ---- 1: masking
 # Detects: each token masked with probability l / T (another count), the same mask for every row, a
-# run of neighbours, positions drawn with repeats, the first l tokens, x0 changed in place.
+# run of neighbors, positions drawn with repeats, the first l tokens, x0 changed in place.
 def check_mask(mask):
     T = 8
     x0 = torch.randint(0, 50, (4000, T))

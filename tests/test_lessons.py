@@ -70,7 +70,7 @@ WRONG = {
     "one order for all": ("mask", "torch.rand(x0.shape)", "torch.rand(x0[:1].shape)", "equally"),
     "the first l": ("mask", "order < l", "torch.arange(x0.shape[1]) < l", "equally"),
     "in place": ("mask", "torch.where(order < l,", "x0.masked_fill_(order < l, mask_id) #", "copy"),
-    "a run of neighbours": (
+    "a run of neighbors": (
         "mask",
         ".argsort(1)",
         ".argmax(1, True).add(torch.arange(x0.shape[1])) % x0.shape[1]",

@@ -1431,8 +1431,8 @@ def test_phones_and_both_themes(live):
     for width in (320, 390, 1200):
         live.size(width, 800)
         assert live.js("document.documentElement.scrollWidth") <= width
-    colours = set()
+    colors = set()
     for theme in ("light", "dark"):
         live.emulate(prefers_color_scheme=theme)
-        colours.add(live.js("getComputedStyle($('typed')).backgroundColor"))
-    assert len(colours) == 2
+        colors.add(live.js("getComputedStyle($('typed')).backgroundColor"))
+    assert len(colors) == 2

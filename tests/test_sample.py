@@ -484,7 +484,7 @@ class TestCharacters:
         """In few calls, with two dimmed runners-up; flags of the sampler ask for draws."""
         d = json.loads(say(run, "--infill=The ███", "--json=-").out)
         assert d["candidates"][0]["text"] == d["text"] and d["calls"] <= 400
-        monkeypatch.setattr(display, "has_colours", lambda stream: True)
+        monkeypatch.setattr(display, "has_colors", lambda stream: True)
         monkeypatch.setattr(display, "is_terminal", lambda stream: True)
         best, second, third = say(run, "--infill=The ███").out.splitlines()
         assert best.startswith(f"The {display.FILLED}") and display.FAINT not in best
@@ -673,7 +673,7 @@ def test_write_returns_filled_texts(run):
 
 
 def test_shipped_weights_answer_in_a_terminal(tmp_path):
-    """Without a run; --watch in colour."""
+    """Without a run; --watch in color."""
     flags = ["--infill=The k██g is d███.", "--watch", "--steps=12"]
     main, side = pty.openpty()
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"}

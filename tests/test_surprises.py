@@ -71,12 +71,12 @@ def test_log_of_a_run_shows_control_characters_escaped(hostile):
     assert "  | " in said and "\\x1b" in said
 
 
-@pytest.mark.parametrize("colours", [True, False])
+@pytest.mark.parametrize("colors", [True, False])
 @pytest.mark.parametrize(
     "more", [[], ["--watch"], ["--infill=a\x1b█\u202e█f"], ["--prompt=\x1b[2J"]]
 )
-def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colours, more):
-    if colours:
+def test_terminal_gets_samples_escaped(hostile, capsys, monkeypatch, colors, more):
+    if colors:
         monkeypatch.delenv("NO_COLOR", raising=False)
         monkeypatch.setenv("TERM", "xterm")
     else:

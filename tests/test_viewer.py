@@ -135,8 +135,8 @@ def test_unwritable_files_get_one_sentence(tmp_path, capsys):
 
 
 def test_watch_shows_what_changed(capsys, monkeypatch):
-    """In another colour, and counted; a token that is drawn again and stays is none."""
-    monkeypatch.setattr(display, "has_colours", lambda stream: True)
+    """In another color, and counted; a token that is drawn again and stays is none."""
+    monkeypatch.setattr(display, "has_colors", lambda stream: True)
     monkeypatch.setattr(display.time, "sleep", lambda seconds: None)
     mask = 2
     watch = display.TerminalPlayer(
@@ -399,8 +399,8 @@ CONTRAST = """(() => {
   load(0); jump(1e6);
   document.querySelectorAll(".t").forEach(t => t.classList.remove("fresh"));
   const pen = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
-  const luminance = colour => {
-    pen.fillStyle = colour;
+  const luminance = color => {
+    pen.fillStyle = color;
     pen.fillRect(0, 0, 1, 1);
     const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data].map(
       v => v / 255 <= .04045 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4);
@@ -416,7 +416,7 @@ CONTRAST = """(() => {
 def test_both_themes_are_legible(page):
     page.emulate(
         prefers_reduced_motion="reduce", prefers_color_scheme="light"
-    )  # at once the final colours
+    )  # at once the final colors
     light = page.js(CONTRAST)
     page.emulate(prefers_reduced_motion="reduce", prefers_color_scheme="dark")
     dark = page.js(CONTRAST)

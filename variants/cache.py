@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanomdlm.kernels.reference import neighbours, norm_conv_ref, prepare
+from nanomdlm.kernels.reference import neighbors, norm_conv_ref, prepare
 from nanomdlm.support.view import View
 
 
@@ -57,11 +57,11 @@ class Cache:
         return self.attend(q, torch.stack((k, v), 2))
 
     def norm_conv(self, *args):
-        return norm_conv_ref(*args, neighbours=self.neighbours)
+        return norm_conv_ref(*args, neighbors=self.neighbors)
 
-    def neighbours(self, x, left, k, spans):
+    def neighbors(self, x, left, k, spans):
         return [
-            z.reshape(x.shape) for z in neighbours_in_blocks([self.reach(x, left)], left, k, self.S)
+            z.reshape(x.shape) for z in neighbors_in_blocks([self.reach(x, left)], left, k, self.S)
         ]
 
     def attend(self, q, kv):
@@ -116,14 +116,14 @@ class LibraryCache(Cache):
         return self.past
 
 
-def neighbours_in_blocks(texts, left, k, S):
-    """`neighbours` of blocks of S tokens: k tensors (tokens, C).
+def neighbors_in_blocks(texts, left, k, S):
+    """`neighbors` of blocks of S tokens: k tensors (tokens, C).
 
     texts: of (B, left + n, C), n tokens in whole blocks and what precedes them
     """
     blocks = [near.unfold(1, left + S, S).flatten(0, 1).mT for near in texts]
     blocks = torch.cat(blocks) if len(blocks) > 1 else blocks[0]  # (all blocks, left + S, C)
-    return [z[:, left:].flatten(0, 1) for z in neighbours(blocks, left, k, None)]
+    return [z[:, left:].flatten(0, 1) for z in neighbors(blocks, left, k, None)]
 
 
 class JointCache:
@@ -154,12 +154,12 @@ class JointCache:
         return torch.cat((*seen, q.new_zeros(self.padding, *q.shape[2:])))[None]
 
     def norm_conv(self, *args):
-        return norm_conv_ref(*args, neighbours=self.neighbours)
+        return norm_conv_ref(*args, neighbors=self.neighbors)
 
-    def neighbours(self, x, left, k, spans):
+    def neighbors(self, x, left, k, spans):
         by_length = {}
         for cache, part in self.parts(x):
             by_length.setdefault(part.shape[1], []).append(cache.reach(part, left))
         texts = [torch.cat(near) if len(near) > 1 else near[0] for near in by_length.values()]
-        shifted = neighbours_in_blocks(texts, left, k, self.views[0].cache.S)
+        shifted = neighbors_in_blocks(texts, left, k, self.views[0].cache.S)
         return [F.pad(z, (0, 0, 0, self.padding))[None] for z in shifted]

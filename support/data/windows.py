@@ -61,7 +61,7 @@ def count_lengths(starts, sizes, learned, T):
 
 
 def pack_windows(starts, sizes, learned, T):
-    """The windows of documents, as many neighbours in one as fit into T tokens."""
+    """The windows of documents, as many neighbors in one as fit into T tokens."""
     starts, sizes, learned = (each.numpy() for each in (starts, sizes, learned))
     end = np.searchsorted(starts + sizes, starts + T, side="right")  # of each, the first too many
     n = i = 0

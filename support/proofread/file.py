@@ -141,12 +141,12 @@ def open_output(path):
 class Shown:
     """Prints the lines that are changed, of long lines what is around the changes.
 
-    In colours, or as [-removed-]{+added+} where there are none.
+    In colors, or as [-removed-]{+added+} where there are none.
     """
 
     def __init__(self, stream):
         self.stream = stream
-        self.has_colours = display.has_colours(stream)
+        self.has_colors = display.has_colors(stream)
         self.begin("")
 
     def begin(self, before, is_cut=False):
@@ -197,7 +197,7 @@ class Shown:
             self.plain(text.replace("\r\n", "\n").replace("\n", "↵"))
             for text in (part.before, part.after)
         )
-        if self.has_colours:
+        if self.has_colors:
             removed = f"{REMOVED}{before}{display.PLAIN}" if before else ""
             return removed + (f"{ADDED}{after}{display.PLAIN}" if after else "")
         return (f"[-{before}-]" if before else "") + (f"{{+{after}+}}" if after else "")

@@ -266,7 +266,7 @@ def test_tokens_of_a_gap_have_what_they_cost_in_the_search(run, capsys):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--logprobs=2"], "--logprobs is written to lines of JSON; give --json or --batch"),
+        (["--logprobs=2"], "--logprobs is written as JSON; give --json or --batch"),
         (["--logprobs=2", "--json=-", "--compare=steps=2,4"], "contradict each other"),
         (["--logprobs=-1", "--json=-"], "--logprobs=-1"),
     ],

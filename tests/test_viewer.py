@@ -63,7 +63,7 @@ SAMPLES = [
         text="To be,\nor\n\n",
         frames=PIECES,
     ),
-    dict(make_sample("has no gap", "given" * 20, range(100)), frames=[]),
+    dict(make_sample("nothing to fill", "given" * 20, range(100)), frames=[]),
     dict(make_sample("empty", ""), frames=[]),
 ]
 

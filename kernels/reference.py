@@ -254,7 +254,7 @@ def norm_conv_ref(
     causal        whether left = k - 1: no later position is seen; else left = k // 2
     spans         int32, from document_spans or block_spans, or None: which positions are seen
     scale, shift  of adaptive normalization, or None; they broadcast to (B, T, C)
-    neighbors    what returns the shifted copies
+    neighbors     what returns the shifted copies
 
     Returns (B, T, C) in the dtype of x.
     """

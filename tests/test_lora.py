@@ -143,7 +143,7 @@ def test_mistakes_get_one_sentence(runs, folder_of, some_text, tmp_path, capfd, 
     (folder.unlink(), (tmp_path / "moved").rename(folder))
     for change, words in (
         (lambda: (folder / "model.safetensors").write_bytes(b"other"), "are not those that --lora"),
-        (lambda: shutil.rmtree(folder), "the weights that --lora adapted are no longer in"),
+        (lambda: shutil.rmtree(folder), "the weights adapted by --lora are no longer in"),
     ):
         change()
         with pytest.raises(UserError, match=words):

@@ -244,9 +244,9 @@ def test_a_run_shows_its_bound_and_a_gap(text_file, pydoc, tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, title",
     [
-        (["--objective=ar"], "validation text, and how the model >>goes on<<"),
-        (["--block_length=8"], "validation text, and how the model >>goes on<<"),
-        (["--tokenizer=byte"], "a gap in validation text"),
+        (["--objective=ar"], "continuing unseen text"),
+        (["--block_length=8"], "continuing unseen text"),
+        (["--tokenizer=byte"], "filling >>a gap<<"),
     ],
 )
 def test_previews_of_other_models(text_file, tmp_path, capsys, more, title):

@@ -283,7 +283,7 @@ def test_flags_that_do_nothing_are_refused(run, capsys, argv, words):
         ("default", dict(texts=""), "'' has no token to score; give some text"),
         ("given lengths", dict(texts=[""]), "has no token to score"),
         ("default", dict(texts="axb"), "'x'"),
-        ("default", dict(texts=["a", 5]), "the text is no string"),
+        ("default", dict(texts=["a", 5]), "the text is not a string"),
         (
             "default",
             dict(texts=("abcdeabcde", "abcdeabcde")),

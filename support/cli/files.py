@@ -224,4 +224,4 @@ def read_json(path, what):
         return content
     except (OSError, ValueError, RecursionError) as e:
         fix = "restore it from a copy, or make it again"
-        raise UserError(f"{path} is no {what} of this program ({e}); {fix}") from e
+        raise UserError(f"{path} is not a {what} of this program ({e}); {fix}") from e

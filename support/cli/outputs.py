@@ -222,7 +222,7 @@ class Continued(Lines):
             if not content.startswith(head):
                 self.unlock()
                 what = f"{part} is of other templates, settings, or weights"
-                raise UserError(f"{what}; remove that file to begin anew, or {FIX}")
+                raise UserError(f"{what}; remove that file to start over, or {FIX}")
             content = content[: content.rindex(b"\n") + 1]  # a kill may have cut the last line
             self.done = content.count(b"\n") - 1
             write_atomically(part, content)

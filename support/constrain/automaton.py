@@ -26,7 +26,7 @@ MOST_COUNT = 10_000  # in a{COUNT}
 MOST_STEPS = 1 << 30  # bytes of tokens that are followed from all states
 MOST_CELLS = 1 << 20  # states x classes: a pass over a position takes some milliseconds
 PASS = 1 << 22  # numbers that are in memory at once
-SMALLER = "give shorter counts, fewer choices, or [a-z] in place of \\w"
+SMALLER = "give shorter counts, fewer choices, or [a-z] instead of \\w"
 
 # Escaped characters and classes, in which signs have another meaning.
 ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
@@ -42,18 +42,18 @@ def check_pattern(pattern):
     rest = ESCAPE_OR_CLASS.sub("_", pattern)
     if re.search(r"[\^$]", rest) or any(re.fullmatch(r"\\[bBAzZ<>]", each) for each in escapes):
         fix = "leave them out, or write \\^ and \\$ for the characters"
-        raise UserError(f"{shown} has an anchor, and a pattern matches the whole gap; {fix}")
+        raise UserError(f"{shown} has an anchor, but a pattern always matches the whole gap; {fix}")
     if re.search(r"\(\?<?[=!>]", rest):
-        raise UserError(f"{shown} looks around, which no automaton can; write what the gap has")
+        raise UserError(f"{shown} has a lookaround, which is not supported; write what the gap has")
     if any(re.fullmatch(r"\\[1-9]", each) for each in escapes) or "(?P=" in rest:
         fix = "write a list of texts: [___|aa|bb]"
-        raise UserError(f"{shown} refers back, which no automaton can; {fix}")
+        raise UserError(f"{shown} has a back-reference, which is not supported; {fix}")
     if re.search(r"[*+?}]\+", rest):
-        fix = "leave out the second sign"
-        raise UserError(f"{shown} has a possessive count, which is not known; {fix}")
+        fix = "leave out the second character"
+        raise UserError(f"{shown} has a possessive quantifier, which is not supported; {fix}")
     depth = np.cumsum([(c == "(") - (c == ")") for c in rest] or [0])
     if depth.min() < 0 or depth[-1]:
-        raise UserError(f"{shown} is no regular expression: its brackets do not pair; mend it")
+        raise UserError(f"{shown} is not a regular expression: its brackets do not match; fix it")
     counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{[0-9, ]*\}", rest)))
     if any(len(count) > 5 or int(count) > MOST_COUNT for count in counts):
         raise UserError(f"{shown} has a count above {MOST_COUNT:,}; give a smaller one")
@@ -63,7 +63,7 @@ def check_pattern(pattern):
             re.compile(pattern)
         except (FutureWarning, DeprecationWarning) as e:
             fix = "write \\ before such a sign"
-            raise UserError(f"programs read {shown} in several ways ({e}); {fix}") from None
+            raise UserError(f"programs interpret {shown} differently ({e}); {fix}") from None
         except (re.error, OverflowError, RecursionError):
             pass  # the library has \p{L}, and says itself what it refuses
 
@@ -103,9 +103,9 @@ def byte_automaton(pattern):
         raise UserError(f"the automaton of {shown} is too large; {SMALLER}") from None
     except ValueError as e:
         if "no transitions" in str(e):
-            raise UserError(f"no text matches {shown}; mend the pattern") from None
+            raise UserError(f"no text matches {shown}; fix the pattern") from None
         why = (why_python_refuses(pattern) or str(e))[:200]
-        what = f"{shown} is no regular expression that outlines-core takes"
+        what = f"{shown} is not a regular expression that outlines-core accepts"
         raise UserError(f"{what} ({why}); mend it, or write \\ before a sign") from None
     states, finals = numbers[:2]
     source, byte, target = numbers[2 + finals :].reshape(-1, 3).T

@@ -109,8 +109,8 @@ class ChatTemplate:
             try:
                 messages = json.loads(text)
             except ValueError as e:
-                fix = "mend it, or give a text"
-                raise UserError(f"--prompt is no JSON of messages ({e}); {fix}") from None
+                fix = "fix it, or give a text"
+                raise UserError(f"--prompt is not JSON of messages ({e}); {fix}") from None
             check(messages, "--prompt")
         return messages
 
@@ -122,5 +122,5 @@ def check(messages, where):
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 example = '[{"role": "user", "content": "..."}, ...]'
-                what = f"{where} is no list of messages with texts {example}"
-                raise UserError(f"{what}; mend or remove it")
+                what = f"{where} is not a list of messages with texts {example}"
+                raise UserError(f"{what}; fix or remove it")

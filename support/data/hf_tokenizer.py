@@ -179,8 +179,8 @@ class HFTokenizer:
         whole = [i for i, text in enumerate(texts) if BROKEN not in text]
         row = random.Random(0).choices(whole, k=TRIES)
         if before and self.decode_each([row], before) != ["".join(texts[i] for i in row)]:
-            what = "this tokenizer writes tokens otherwise beside others"
-            raise UserError(f"{what}, so its ids cannot be shown as text; take another one")
+            what = "the text of this tokenizer's tokens depends on their neighbors"
+            raise UserError(f"{what}, so its ids cannot be shown as text; use another one")
         return [self.bytes_of(i, text) for i, text in enumerate(texts)]
 
     def bytes_of(self, id, text):
@@ -206,7 +206,7 @@ class HFTokenizer:
         lost += [c for c in text if not set(folded(c)) <= kept]
         if lost:
             what = f"the tokenizer does not know {lost[0][:20]!r} in {text[:40]!r}"
-            raise UserError(f"{what}; leave it out, or take another model")
+            raise UserError(f"{what}; leave it out, or use another model")
 
     def forgets_space_after(self, mark):
         """Whether ids do not tell if a space follows this character (WordPiece: punctuation)."""

@@ -30,7 +30,7 @@ def check_regular(path):
     """Raise UserError unless a path names a regular file: pipes cannot be read twice."""
     if not os.path.isfile(path):
         accepted = "a text file, .jsonl, .json, .parquet, a folder, shakespeare, patterns or pydoc"
-        raise UserError(f"--data={path} is no file; give {accepted}")
+        raise UserError(f"--data={path} is not a file; give {accepted}")
 
 
 def check_plain(path):
@@ -105,7 +105,7 @@ def texts_of(record, columns, template):
     if isinstance(record, list) and all(isinstance(each, tuple) for each in record):
         return record
     if not isinstance(record, dict):
-        raise UserError("it is not a JSON object with texts; mend or remove it")
+        raise UserError("it is not a JSON object with texts; fix or remove it")
     check_columns(record, columns)
     values = [record[name] for name in columns]
     if None in values:
@@ -130,11 +130,11 @@ def check_columns(names, columns):
 
 def check_text(text):
     if not isinstance(text, str):
-        raise UserError(f"{str(text)[:40]!r} is not a text; mend or remove it")
+        raise UserError(f"{str(text)[:40]!r} is not a text; fix or remove it")
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise UserError(f"half of a surrogate pair at {e.start}; mend or remove it") from None
+        raise UserError(f"half of a surrogate pair at {e.start}; fix or remove it") from None
 
 
 def read_text(path, size=PIECE):
@@ -194,7 +194,7 @@ def parse(content):
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as e:
-        return UserError(f"it is not JSON ({e}); mend or remove it")
+        return UserError(f"it is not JSON ({e}); fix or remove it")
 
 
 def read_json(path, columns):
@@ -229,7 +229,7 @@ def read_parquet(path, columns):
                     number += 1
                     yield record, f"{path}, row {number}", number / file.metadata.num_rows
             if number != file.metadata.num_rows:  # checksums do not cover it
-                raise UserError(f"{number} rows in place of {file.metadata.num_rows}")
+                raise UserError(f"{number} rows instead of {file.metadata.num_rows}")
     except (pyarrow.ArrowException, UserError, UnicodeDecodeError, KeyError) as e:
         raise UserError(f"--data={path} cannot be read as parquet ({str(e)[:400]})") from None
 

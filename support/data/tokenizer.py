@@ -103,7 +103,7 @@ class Tokenizer:
         if self.kind == "id":
             ids = [int(i) if i.isdecimal() else -1 for i in text.split()]
             if any(not 0 <= i < self.vocab or i == self.end_id for i in ids):
-                raise UserError(f"{text[:40]!r} is no text of ids below {self.vocab}, as 0 6 1")
+                raise UserError(f"{text[:40]!r} is not a list of ids below {self.vocab}")
         elif self.kind == "word":  # five times as fast as the library
             ids = []
             for word in WORD.findall(text):
@@ -123,7 +123,7 @@ class Tokenizer:
             token = self.library.library.id_to_token(id)
             use = "ends a document" if id == self.end_id else "is [MASK]"
             what = f"a part of the text is read as {token!r}, which {use}"
-            raise UserError(f"{what}; remove it from the text, or take another --end")
+            raise UserError(f"{what}; remove it from the text, or use another --end")
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
@@ -290,7 +290,7 @@ def open_tokenizer(path, end, end_token=""):
     """
     kind, vocab, _ = describe(path)
     if kind == "id":
-        raise UserError(f"{path} shows numbers, no text; give another tokenizer.json")
+        raise UserError(f"{path} shows numbers, not text; give another tokenizer.json")
     tokenizer = tokenizer_from_json(path, kind, vocab, False)
     specials = tokenizer.special_ids() if kind == "file" else {"[END]": True}
     names = [end_token] if end_token else END_TOKENS
@@ -324,7 +324,7 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
             warn(f"{what}; --tokenizer=bpe learns tokens that are parts of words")
         return Tokenizer("char", vocab, end)
     if size <= 256:
-        raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes take")
+        raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes need")
     sample = first_chunks(pieces(), min(train_characters, SAMPLE))
     if kind == "bpe":
         return Tokenizer("bpe", train_bpe(sample, size), end)

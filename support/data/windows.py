@@ -49,7 +49,7 @@ def cut_windows(ids, config, end_id):
             raise UserError(f"{longest}, more than --block_size={T}; shorten them or raise it")
         learned = (T - (prompts - edges[:-1])).astype(np.int32)
     if not learned.any():
-        raise UserError("there is no text but the ends of its documents, or no answer; give some")
+        raise UserError("there is no text apart from document ends, or no answer; give some")
     some = slice(None) if learned.all() else learned > 0
     return [torch.from_numpy(each[some]) for each in (starts, sizes, learned)]
 

@@ -23,7 +23,7 @@ def rule_of(settings):
     """The name of the rule that SamplerSettings ask for, or None. Raises UserError for two."""
     asked = [name for name in RULES if getattr(settings, name)]
     if len(asked) > 1:
-        raise UserError("threshold and entropy_bound are two rules for the same; give one")
+        raise UserError("threshold and entropy_bound are alternative rules; give one")
     return asked[0] if asked else None
 
 

@@ -101,4 +101,4 @@ def check_alike(one, first, folder, other):
     for model, path in ((first[0], one), (other[0], folder)):
         if model.objective.n_texts > 1:
             what = f"{path} writes block by block, which several networks cannot do together"
-            raise UserError(f"{what}; give it alone")
+            raise UserError(f"{what}; give it on its own")

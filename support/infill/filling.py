@@ -226,8 +226,8 @@ class Filling:
         for segment in self.search.frames[0].filter.segments:
             if segment.is_gap and segment.pattern:
                 what = f"no fill of {segment.pattern[:40]!r} was found that is shown as it matches"
-                raise UserError(f"{what}; leave a space beside the gap, or leave the pattern out")
-        raise UserError("no fill was found in the time, or number of calls, given; give more")
+                raise UserError(f"{what}; put a space beside the gap, or leave the pattern out")
+        raise UserError("no fill was found within the given time or number of calls; give more")
 
 
 # ---- Lengths

@@ -221,7 +221,7 @@ def score(
     model = calibrated(model)
     passes = whole_number("passes", passes, 2, 1 << 20)
     if passes % 2:
-        raise UserError(f"passes={passes} is odd; give an even number, as masks come in pairs")
+        raise UserError(f"passes={passes} is odd; give an even number, because masks come in pairs")
     seed = whole_number("seed", seed, 0, (1 << 32) - 1)
     is_list = isinstance(texts, (list, tuple)) and not is_pair(texts)
     cuts = [cut_windows(model, tokenizer, text) for text in (texts if is_list else [texts])]
@@ -271,7 +271,7 @@ def cut_windows(model, tokenizer, text):
         raise UserError(f"{text[:40]!r} has no token to score; give some text")
     ids = [*given, *ids, *end]
     if given and len(ids) > L:
-        raise UserError(f"a pair has {len(ids)} tokens, the context only {L}; shorten it")
+        raise UserError(f"a pair has {len(ids)} tokens, but the context has only {L}; shorten it")
     windows = []
     device = device_of(model)
     for start in range(0, len(ids), L):

@@ -275,7 +275,7 @@ def read_templates(infill, batch):
     except UnicodeDecodeError as e:
         line = content.count(b"\n", 0, e.start) + 1
         what = f"line {line} of {name} is not UTF-8 text (byte {e.start})"
-        raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
+        raise UserError(f"{what}; convert it to UTF-8, for example with iconv") from None
     except OSError as e:
         why = e.strerror or e
         raise UserError(f"{name} cannot be read ({why}); give a file of templates") from None
@@ -357,9 +357,7 @@ def of_prompt(prompt, tokenizer, length, config):
     else:
         ids = tokenizer.encode_lossless(prompt)
     if prompt and not ids:
-        raise UserError(
-            f"the tokenizer keeps nothing of {prompt[:40]!r}; give a word, or no prompt"
-        )
+        raise UserError(f"the tokenizer drops all of {prompt[:40]!r}; give a word, or no prompt")
     if config.prompt_column:  # as in training: [END] after the prompt, all within the context
         given = Text(prompt + "\n", [*ids, tokenizer.end_id])
         length = min(length, config.block_size)
@@ -367,7 +365,7 @@ def of_prompt(prompt, tokenizer, length, config):
         given = encode_text(prompt, tokenizer, after_gap=False, before_gap=True)
     n = given.size
     if n >= length:
-        raise UserError(f"the prompt has {n} tokens of {length}; raise --length, or shorten it")
+        raise UserError(f"the prompt has {n} of {length} tokens; raise --length, or shorten it")
     return [given, Gap(length - n)] if given else [Gap(length - n)]
 
 
@@ -496,15 +494,17 @@ def parse(template, tokenizer, context):
     segments = split(template, gap)
     if all(isinstance(segment, str) for segment in segments):
         use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"
-        raise UserError(f"{template[:40]!r} has nothing to fill; {use}")
+        raise UserError(f"{template[:40]!r} has no gap; {use}")
     for segment, after in itertools.pairwise(segments):
         if isinstance(segment, Gap) and segment.is_open and isinstance(after, Gap):
             use = "write █ for each token"
-            raise UserError(f"a gap must not follow [___], or its length cannot be told; {use}")
+            raise UserError(f"a gap cannot directly follow [___]; {use}")
     segments = encode_segments(segments, tokenizer)
     n = len(to_ids(segments, tokenizer))
     if n > context:
-        raise UserError(f"the template has {n} tokens, the context only {context}; shorten it")
+        raise UserError(
+            f"the template has {n} tokens, more than the context of {context}; shorten it"
+        )
     return segments
 
 

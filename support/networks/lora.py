@@ -47,7 +47,7 @@ def check_identity(base, path):
     folder = Path(base["folder"])
     fix = "restore them there, or make a symbolic link there"
     if not (folder / "config.json").is_file():
-        what = f"the weights that --lora adapted are no longer in {folder}"
+        what = f"the weights adapted by --lora are no longer in {folder}"
         raise UserError(f"{what}; {fix}")
     if identity(folder)["sha256"] != base["sha256"]:
         raise UserError(f"the weights in {folder} are not those that --lora adapted; {fix}")

@@ -180,8 +180,8 @@ class Network:
             what = f"{where} has {tokenizer.vocab_size} tokens, the network {self.rows}"
             raise UserError(f"{what}; restore the tokenizer that it was trained with")
         if not have_equal_tokens(describe(where), (tokenizer.kind, tokenizer.vocab)):
-            fix = "give text, or ids that it made with that file beside them"
-            raise UserError(f"the data have other tokens than {where}; {fix}")
+            fix = "give text, or ids made by that tokenizer, with its file beside them"
+            raise UserError(f"the data have different tokens than {where}; {fix}")
 
     def own_mask(self, tokenizer):
         """The id of a [MASK] that the tokenizer has already; None for a network that gets one.
@@ -474,14 +474,14 @@ def checked_settings(path, settings, code=None):
     others = set(settings.get("layer_types") or []) - {"full_attention", "sliding_attention"}
     if others:
         what = f"{path} has layers of {', '.join(sorted(others))}"
-        raise UserError(f"{what}, which take no mask; give a network of attention")
+        raise UserError(f"{what}, which have no masks; give a network with attention")
     return settings
 
 
 def settings_of(path, content, code=None):
     """The arguments of Network for the config.json of a model of Hugging Face."""
     if "model_type" not in content:
-        raise UserError(f"{path} names no model_type; give the config.json of Hugging Face")
+        raise UserError(f"{path} has no model_type; give a config.json of Hugging Face")
     settings = checked_settings(path, content, code)
     auto = library().models.auto.modeling_auto
     kind = settings["model_type"]
@@ -501,7 +501,7 @@ def settings_of(path, content, code=None):
     else:
         head = None
     if head is None:
-        what = f"{path} has the model_type {kind!r}, which is no language model"
+        what = f"{path} has the model_type {kind!r}, which is not a language model"
         raise UserError(f"{what}; give an encoder such as BERT or a decoder such as Llama")
     if head == CAUSAL:
         settings["is_causal"] = False
@@ -534,7 +534,7 @@ def check_weights(folder):
             raise UserError(f"{index} names no files; restore it from a copy")
         names = sorted({str(name) for name in map_of.values()})
         if any(os.path.basename(name) != name for name in names):
-            raise UserError(f"{index} names files of other folders; restore it from a copy")
+            raise UserError(f"{index} names files in other folders; restore it from a copy")
         parts = [folder / name for name in names]
     else:
         others = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt")]

@@ -33,8 +33,8 @@ def check_trust(is_trusted, where, names):
     if not is_trusted:
         names = ", ".join(sorted(names))[:200]
         fix = "read it, then give --trust_remote_code (in Python trust_remote_code=True)"
-        what = f"the network of {where} is code of others ({names})"
-        raise UserError(f"{what}, never run unasked; {fix}")
+        what = f"the network of {where} is custom code ({names})"
+        raise UserError(f"{what}, which is never run without permission; {fix}")
 
 
 def of_folder(path, classes, is_trusted):
@@ -43,13 +43,13 @@ def of_folder(path, classes, is_trusted):
     if elsewhere := [name for name in classes.values() if "--" in name]:
         where = elsewhere[0].partition("--")[0][:80]
         fix = "copy its *.py files beside it, and remove that name and -- from auto_map"
-        raise UserError(f"{path} takes code from {where} of a hub, which is never asked; {fix}")
+        raise UserError(f"{path} loads code from {where} of a hub, which is never contacted; {fix}")
     module = optional("transformers.dynamic_module_utils", "a network of Hugging Face")
     names = {f"{name.partition('.')[0]}.py" for name in classes.values()}
     check_trust(is_trusted, folder, names)
     if outside := [name for name in names if Path(name).name != name or name == ".py"]:
         fix = "copy its *.py files beside it, and name them MODULE.CLASS in auto_map"
-        raise UserError(f"{path} takes code from {outside[0][:80]}, which is not beside it; {fix}")
+        raise UserError(f"{path} loads code from {outside[0][:80]}, which is not beside it; {fix}")
     try:
         for name in [*names]:
             names |= {Path(p).name for p in module.get_relative_import_files(folder / name)}

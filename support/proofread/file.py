@@ -64,7 +64,7 @@ def pieces(f, name):
         except UnicodeDecodeError as e:
             line += e.object[held : e.start].count(b"\n")
             what = f"line {line} of {name} is not UTF-8 text (byte {at - held + e.start})"
-            raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
+            raise UserError(f"{what}; convert it to UTF-8, for example with iconv") from None
         if text:
             yield text
         if not chunk:

@@ -219,7 +219,7 @@ def find_intact(out_dir):
             warn(f"{e}; trying the one before it")
     fix = f"train one with: {environment.command('mdlm.py')} --out_dir={environment.quote(out_dir)}"
     fix += " --overwrite" if folders else ""
-    raise UserError(f"{out_dir} holds no intact checkpoint of mdlm.py; {fix}")
+    raise UserError(f"{out_dir} has no intact checkpoint of mdlm.py; {fix}")
 
 
 class Changed(Exception):
@@ -252,7 +252,7 @@ def check_source(name):
     """Raise UserError for an --init_from that does not exist: nothing is loaded from a hub."""
     if not Path(name).exists():
         fix = "give the folder of a run or of a model: hf download NAME --local-dir FOLDER"
-        raise UserError(f"--init_from={name} is no folder, and nothing is loaded from a hub; {fix}")
+        raise UserError(f"--init_from={name} is not a folder; nothing is loaded from a hub; {fix}")
 
 
 SHIPPED = Path(__file__).parent.parent.parent / "weights" / "shakespeare"
@@ -375,7 +375,7 @@ def explain_safetensors(path):
     try:
         yield
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
-        raise UserError(f"{path} is no safetensors file: {e}") from e
+        raise UserError(f"{path} is not a safetensors file: {e}") from e
 
 
 def names_in(path):
@@ -384,7 +384,7 @@ def names_in(path):
         stored = list(f.keys())
     names = {name_now(name): name for name in stored}
     if len(names) < len(stored):
-        raise UserError(f"{path} has a tensor twice; take an earlier checkpoint, or train again")
+        raise UserError(f"{path} has a tensor twice; use an earlier checkpoint, or train again")
     return names
 
 

@@ -28,7 +28,7 @@ def read_evaluation(path):
             raise ValueError
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError):
         why = "has nothing that can be compared window by window"
-        raise UserError(f"{path} {why}; write it anew with eval.py --json") from None
+        raise UserError(f"{path} {why}; write it again with eval.py --json") from None
     return r
 
 
@@ -125,7 +125,7 @@ def compare(paths):
     UserError for files that did not score the same tokens of the same windows.
     """
     if len(paths) < 2:
-        raise UserError(f"--compare={paths[0]} is one evaluation; give two, such as a.json,b.json")
+        raise UserError(f"--compare={paths[0]} is one evaluation; give two, as a.json,b.json")
     first, *others = map(read_evaluation, paths)
     runs = []
     for path, other in zip(paths[1:], others):

@@ -183,7 +183,7 @@ def check(config, world=1):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
     if config.network and config.time_conditioning:
-        what = f"--network={config.network}, a pretrained network, which is not told the mask rate"
+        what = f"--network={config.network}, a pretrained network, which cannot use the mask rate"
         raise UserError(f"--time_conditioning does not work with {what}; leave it out")
     if config.data == "patterns":
         patterns.check(config)
@@ -191,7 +191,7 @@ def check(config, world=1):
         both = f"--chat_column={config.chat_column} and --prompt_column={config.prompt_column}"
         raise UserError(f"{both} contradict each other; give one of them")
     if config.prompt_column == config.text_column and not config.chat_column:
-        raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
+        raise UserError(f"--prompt_column={config.prompt_column} is also --text_column; name two")
 
 
 def check_idle(config, given, before):
@@ -203,11 +203,15 @@ def check_idle(config, given, before):
     other = next((name for name in ("masking", "rates", "loss_weight") if is_set(config, name)), "")
     sized = "n_layer n_head n_embd attention_every conv pos tie"
     rules = [
-        ("masking rates loss_weight rate_margin", is_ar, "with --objective=ar: no masks"),
+        ("masking rates loss_weight rate_margin", is_ar, "with --objective=ar, which has no masks"),
         ("rate_margin", other, f"with --{other}, which sets the mask rates of the whole run"),
-        ("rate_margin", config.time_conditioning, "with --time_conditioning: it learns all rates"),
+        (
+            "rate_margin",
+            config.time_conditioning,
+            "with --time_conditioning, which learns all rates",
+        ),
         ("muon_lr", config.optimizer != "muon", f"with --optimizer={config.optimizer}"),
-        (sized, config.network, f"with --network={config.network}, which says it"),
+        (sized, config.network, f"with --network={config.network}, which determines it"),
         ("shift lora", not config.network, "with the network of mdlm.py"),
     ]
     asked = {k: v for k, v in given.items() if v and v != getattr(before, k)}

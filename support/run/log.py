@@ -203,7 +203,9 @@ class Log:
         end = f"time_limit={2 * run.config.time_limit:g}"
         if not run.config.time_limit:
             end = f"max_steps={2 * run.config.max_steps}"
-        self.say(f"this run ended at step {run.step}; to go on, raise that: {again(run)} --{end}")
+        self.say(
+            f"this run ended at step {run.step}; to continue, raise that: {again(run)} --{end}"
+        )
 
     def done(self, run):
         """Print the last message of a run: the command that samples from the model."""
@@ -273,8 +275,8 @@ def in_words(run, r, bits, is_last):
     V = run.model.vocab_size
     key = "nll" if "nll" in r else "nelbo"
     if not run.step and not run.config.init_from:
-        guess = f"untrained, the model guesses: ln {V} = {math.log(V):.2f} nats per token"
-        return f"{guess}; the {key.upper()} of validation text falls from here"
+        guess = f"before training: a uniform guess costs ln {V} = {math.log(V):.2f} nats per token"
+        return f"{guess}; the validation {key.upper()} should fall from there"
     text = f"step {run.step}: {key.upper()} {r[key]:.4f}"
     if is_last:
         text = f"the end, {text}"
@@ -284,7 +286,7 @@ def in_words(run, r, bits, is_last):
     if bits is not None:
         text += f", {bits:.3f} bits per character"
     if key == "nll":
-        text += f", {r['ar_shifted']:.4f} without the first token of a window"
+        text += f", {r['ar_shifted']:.4f} without the first token of each window"
     if run.corpus.entropy:
         text += f", exact entropy {run.corpus.entropy:.4f}"
     if r["windows"] < run.eval_windows:
@@ -308,10 +310,10 @@ def to_preview(run):
     at = hidden[1].nonzero()[:, 0]
     n = len(at)
     gap = at[n // 2 :]
-    title = "validation text, and how the model >>goes on<< ({} was there):"
+    title = "continuing unseen text >>like this<< (the original: {}):"
     if abilities.fills_gaps(run.model):
         gap = at[n // 2 - n // 16 :][: max(1, n // 8)]
-        title = "a gap in validation text, and what the model >>fills in<< ({} was there):"
+        title = "filling >>a gap<< in unseen text (the original: {}):"
     hidden[1] = False
     hidden[1, gap] = True
     return x0, hidden, title

@@ -108,7 +108,7 @@ def check_picture(flag, path):
     base = optional("matplotlib.backend_bases", "a picture")
     suffix = Path(path).suffix
     if suffix and suffix[1:].lower() not in base.FigureCanvasBase.get_supported_filetypes():
-        raise UserError(f"{flag}={path}: {suffix} is no image format; give .png or .svg")
+        raise UserError(f"{flag}={path}: {suffix} is not an image format; give .png or .svg")
 
 
 def write_figure(fig, path, small=False):
@@ -140,7 +140,7 @@ def read_log(out_dir):
             with contextlib.suppress(ValueError, RecursionError):  # a line that a crash cut off
                 records.append(json.loads(line))
     if not records or not all(isinstance(r, dict) and "step" in r for r in records):
-        raise UserError(f"{path} is no log of a run; name the folder of one that mdlm.py trained")
+        raise UserError(f"{path} is not the log of a run; give the folder of a run of mdlm.py")
     return records
 
 

@@ -308,7 +308,7 @@ def start_from(run, source):
     fix = "give a checkpoint that all share, such as RUN/step-100: a run that trains makes new ones"
     ranks.check_equal(digest.hexdigest(), f"the ranks see different weights in {name}; {fix}")
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
-        raise UserError(f"{name} has other tokens than {run.config.data}; give text")
+        raise UserError(f"{name} has different tokens than {run.config.data}; give text")
     for into in (run.model, run.averaged):
         for p, whole in zip(into.parameters(), model.parameters()):
             shards.fill(p, whole)
@@ -385,7 +385,7 @@ def process_of_a_run():
     trains.
     """
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # it keeps copies of old weights
-        raise UserError("a run cannot begin within torch.autocast: call mdlm.main outside of it")
+        raise UserError("a run cannot start inside torch.autocast; call mdlm.main outside of it")
     if not TRAINING.acquire(blocking=False):
         fix = "wait for its end, or start another process"
         raise UserError(f"another thread of this process is training; {fix}")

@@ -1,4 +1,4 @@
-"""Checks of what Python callers give: what would be silently wrong is a UserError, a ValueError.
+"""Checks of arguments from Python callers: silent mistakes raise a UserError, a ValueError.
 
 They run once per call, before any work. Nothing here runs in a training step.
 """
@@ -30,7 +30,7 @@ def check_text(text):
 
 # ---- Ids
 def last_id(model):
-    """The largest id that a model takes: [MASK] of ours, a token of a pretrained encoder."""
+    """The largest id that a model accepts: our [MASK], or a token of a pretrained encoder."""
     return max(model.vocab_size - 1, model.mask_id)
 
 

@@ -1,5 +1,5 @@
-"""The door to networks of Hugging Face: settings, and what opens one. The rest is in pretrained.py,
-which is imported only where such a network is asked for."""
+"""The door to Hugging Face networks: their settings, and how to open one. The rest is in
+networks/pretrained.py, which is imported only if such a network is used."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from nanomdlm.support.cli.settings import Natural, Reads
 
 @dataclass
 class NetworkSettings:
-    """Networks of Hugging Face."""
+    """Hugging Face networks."""
 
     network: Reads = ""  # train the architecture of this config.json from scratch
     shift: bool = False  # predict a token at the position before it, as decoders do (on for them)
@@ -17,7 +17,7 @@ class NetworkSettings:
 
 
 def implied(given, settings):
-    """The settings that --network or --init_from implies; {} for a network of ours.
+    """The settings that --network or --init_from implies; {} for our own network.
 
     given: the flags of a new run. settings: those of its preset
     """
@@ -37,7 +37,7 @@ def open_network(config, folder=None):
 
 
 def count(model):
-    """The number of all weights of a run with --lora, also of those that it does not train."""
+    """The number of all weights of a run with --lora, including those that it does not train."""
     from nanomdlm.support.networks import lora
 
     return lora.count(model)

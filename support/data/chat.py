@@ -1,8 +1,8 @@
 """Conversations: the chat template of a tokenizer writes messages as the text that a model reads.
 
-A template is a program of jinja in tokenizer_config.json or chat_template.jinja of a folder of
-Hugging Face; transformers runs it in a sandbox. Messages are dicts of a role (system, user,
-assistant ...) and a content, both texts.
+A template is a jinja program in the tokenizer_config.json or chat_template.jinja of a Hugging Face
+folder; transformers runs it in a sandbox. Messages are dicts with a role (system, user, assistant
+...) and a content, both texts.
 """
 
 import json

@@ -34,7 +34,7 @@ def check_regular(path):
 
 
 def check_plain(path):
-    """Raise UserError for a file that is not plain text by its name or its first bytes."""
+    """Raise UserError for a file whose name or first bytes show that it is not plain text."""
     check_regular(path)
     if suffix_of(path) in NOT_TEXT:
         fix = "save texts as .jsonl or .parquet; of ids give the folder that has train.bin"
@@ -47,9 +47,9 @@ def check_plain(path):
 
 
 def find_files(path):
-    """(files to read, sorted by name; what is left out, but for hidden files) of a data set.
+    """(files to read, sorted by name; what is left out, except hidden files) of a data set.
 
-    Of a folder other formats and folders in it are left out.
+    In a folder, other formats and subfolders are left out.
     """
     path = Path(path)
     if not path.is_dir():
@@ -177,7 +177,7 @@ def read_document(path, columns):
 
 
 def read_jsonl(path, columns):
-    """One record a line; blank lines are skipped."""
+    """One record per line; blank lines are skipped."""
     size = os.path.getsize(path)
     with files.open_regular(path) as raw:
         for number, line in enumerate(unpacked(raw, path), 1):
@@ -190,7 +190,7 @@ def unpacked(raw, path):
 
 
 def parse(content):
-    """What is in JSON, or a UserError if it is damaged."""
+    """The content of JSON, or a UserError if it is damaged."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as e:
@@ -198,7 +198,7 @@ def parse(content):
 
 
 def read_json(path, columns):
-    """An array of objects, an object that holds one such array, or an object a line."""
+    """An array of objects, an object that holds one such array, or one object per line."""
     with files.open_regular(path) as raw:
         found = parse(unpacked(raw, path).read())
     if isinstance(found, UserError) and "Extra data" in str(found):  # a line is not all of it
@@ -216,7 +216,7 @@ def read_json(path, columns):
 
 
 def read_parquet(path, columns):
-    """One record a row; pages that have checksums are checked."""
+    """One record per row; pages that have checksums are checked."""
     pyarrow = optional("pyarrow", f"--data={path}")
     from pyarrow.parquet import ParquetFile
 

@@ -60,7 +60,7 @@ def has_documents(config):
 
 
 def default_data():
-    """What a run without --data learns: tiny Shakespeare, else a text that needs no network."""
+    """The default data set: tiny Shakespeare, or without a network a text that needs none."""
     try:
         shakespeare()
         return "shakespeare"
@@ -73,7 +73,7 @@ def default_data():
 def find_text(name):
     """The value of --data -> a function that streams its texts, or None for patterns.
 
-    Raises UserError for what cannot be had: no other text takes its place.
+    Raises UserError if it is not available: no other text replaces it.
     """
     if name == "patterns":
         return None
@@ -131,7 +131,7 @@ def write_meta(folder, tokenizer, meta):
 
 
 def state_of(source):
-    """What tells that a file has changed, its content; or a folder, its names and sizes."""
+    """A fingerprint that shows changes: of a file's content, or of a folder's names and sizes."""
     path = Path(source)
     if path.is_file():
         return dict(sha256=files.sha256_of(path))

@@ -39,7 +39,7 @@ def name_characters(counts, limit=20):
 
 
 def shared(a, b):
-    """How many items at their beginning two texts or lists have in common."""
+    """The length of the common prefix of two texts or lists."""
     if b[: len(a)] == a:
         return len(a)
     return next((i for i, (c, d) in enumerate(zip(a, b)) if c != d), min(len(a), len(b)))
@@ -87,7 +87,7 @@ class Tokenizer:
 
     # ---- Encoding
     def encode_array(self, text):
-        """Text -> (n,) integers without [END]; UserError naming what has no id of a text."""
+        """Text -> (n,) integers without [END]; UserError that names characters without an id."""
         if self.kind == "char":
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
@@ -145,7 +145,7 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, context, text):
-        """The ids of two texts of a user, the second of which goes on after the first."""
+        """The ids of two texts of a user, the second of which continues the first."""
         known = self.encode_lossless(context)
         self.encode_lossless(text)
         ids = self.encode(context + text)
@@ -173,7 +173,7 @@ class Tokenizer:
         return {token.content: id for id, token in added.items() if token.special}
 
     def cut(self, ids, edges):
-        """decode(ids) in parts, cut in front of the tokens at `edges`, which ascend.
+        """decode(ids) in parts, cut before the tokens at `edges`, which ascend.
 
         A character of several tokens belongs to the last of them.
         """
@@ -261,7 +261,7 @@ def describe(path):
 def tokenizer_from_json(path, *described):
     """The Tokenizer in a file that to_file wrote; raises UserError for anything else.
 
-    described: kind, vocab, end to take in place of what the file says
+    described: kind, vocab, end to use instead of those in the file
     """
     described = described or describe(path)
     with explained(f"{path} has a tokenizer that cannot be used"):
@@ -269,7 +269,7 @@ def tokenizer_from_json(path, *described):
 
 
 def tokenizer_of(folder):
-    """The Tokenizer of a checkpoint, or of what export.py --to=hf wrote of a network of ours."""
+    """The Tokenizer of a checkpoint, or of an export of our own network by export.py --to=hf."""
     path = folder / "tokenizer.json"
     tokenizer = tokenizer_from_json(path)
     kind = read_json(folder / "config.json", "config").get("model_type")

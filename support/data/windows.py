@@ -19,8 +19,8 @@ def count_documents(ids, end_id, prompt_column):
 def cut_windows(ids, config, end_id):
     """(W,) int64: where windows start, how many tokens they take, how many of these are learned.
 
-    They start at each document, and every T tokens in a longer one. Learned is the text; with
-    --objective=ar its [END]; of predicted lengths all that fills up a window too.
+    They start at each document, and every T tokens in a longer one. The text is learned; with
+    --objective=ar also its [END]; with predicted lengths also the padding of a window.
     """
     T = config.block_size
     ends = [np.zeros(0, np.int64)]

@@ -1,4 +1,4 @@
-"""How texts are shown: lines of JSON; in the terminal the steps, and fills with a certificate."""
+"""How texts are shown: as lines of JSON; in the terminal, steps and fills with a certificate."""
 
 import json
 import math
@@ -175,7 +175,7 @@ def likeliest(tokenizer, p, n, first=False):
 
 # ---- Fills, ranked
 def show(candidates, facts, with_scores):
-    """Print ranked texts, the best first: on a terminal or with scores all of them, else the best.
+    """Print ranked texts, best first: all of them on a terminal or with scores, else the best.
 
     candidates: lists of pairs (text, whether it was filled)
     facts: dict whose "candidates" has the numbers of each, as sample.show_search gives them

@@ -1,7 +1,7 @@
 """Several networks as one model, which predicts the mean of their probabilities.
 
-Networks that were trained apart make different mistakes, so the mean is often better than each of
-them (results/record.md). Its loss is never above the mean of their losses, as -log is convex. A
+Networks that were trained separately make different mistakes, so the mean is often better than each
+(results/record.md). Its loss is never above the mean of their losses, because -log is convex. A
 mean of distributions is a distribution, so its NELBO is a bound and its chain rule is exact, as for
 one network.
 """

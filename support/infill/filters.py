@@ -1,4 +1,4 @@
-"""What may stand at the open positions of a template: a filter on what a search expands."""
+"""What is allowed at the open positions of a template: a filter on what a search expands."""
 
 import functools
 from types import SimpleNamespace

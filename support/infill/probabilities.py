@@ -1,4 +1,4 @@
-"""How likely texts are, and each of their tokens: what a program asks a model.
+"""How likely texts are, and each of their tokens.
 
 Every token is predicted in the model's own way. Its log-probability given all others is that of
 log p(x_i | x_j, j != i), where x_i alone is masked. A model of blocks sees no later block, and an
@@ -214,7 +214,7 @@ def score(
 
     Documents: with given lengths all is given the length; else the [END] that ends a text is a
     token of it. A text beyond the context is cut into windows of that size, each of which begins
-    anew, as in eval.py; a pair must fit. Raises UserError for that, for texts that cannot be
+    anew, as in eval.py; a pair must fit. Raises UserError if it does not, for texts that cannot be
     encoded, and for those without a token to score.
     """
     check_tokenizer(tokenizer, model)

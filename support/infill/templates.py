@@ -4,8 +4,8 @@
 \\[MASK] stands for the text [MASK] itself. The fills of [___:REGEX] and [███:REGEX] must match a
 regular expression, that of [___|yes|no] is one of a list (constraint.py).
 
-In the code a template is a list of segments, each a Text (what is given) or a Gap. A Text is
-tokenized as in the middle of a whole text, after the text that precedes it
+In the code, a template is a list of segments, each a Text (given) or a Gap. A Text is tokenized as
+in the middle of a whole text, after the text that precedes it
 (support/data/hf_tokenizer.py).
 """
 
@@ -58,7 +58,7 @@ class Text(str):
 
 
 class Gap(NamedTuple):
-    """What is to be filled, and what its fill must match."""
+    """A gap to fill, and what its fill must match."""
 
     length: int | None = None  # tokens; None: unknown
     pattern: str = ""  # a regular expression; "": anything
@@ -76,7 +76,7 @@ class Gap(NamedTuple):
 
     @property
     def size(self):
-        """Tokens, the least of an unknown number."""
+        """Tokens; the minimum if the number is unknown."""
         if self.length is not None:
             return self.length
         if self.spelled:
@@ -84,7 +84,7 @@ class Gap(NamedTuple):
         return self.automaton.shortest if self.automaton else 1
 
     def lengths(self, max_gap):
-        """The numbers of tokens that it may have, up to max_gap unless all choices are known."""
+        """The possible numbers of tokens, up to max_gap unless all choices are known."""
         if self.spelled:
             return sorted({len(ids) for ids in self.spelled})
         return self.automaton.lengths(max_gap) if self.automaton else [*range(1, max_gap + 1)]
@@ -130,7 +130,7 @@ def encode_text(text, tokenizer, after_gap, before_gap):
 
 
 def encode_segments(segments, tokenizer):
-    """Return the segments with a Text in place of each string. Strings alternate with gaps.
+    """Return the segments with each string replaced by a Text. Strings alternate with gaps.
 
     Each Gap that must match has its automaton then, which depends on what precedes it.
     """
@@ -509,7 +509,7 @@ def parse(template, tokenizer, context):
 
 
 def to_ids(segments, tokenizer, mask=0):
-    """Return the ids of segments, with `mask` in gaps: in those of unknown length the fewest."""
+    """Return the ids of segments, with `mask` in gaps: the minimum if the length is unknown."""
     ids = []
     for segment in encode_segments(segments, tokenizer):
         ids += [mask] * segment.size if segment.is_gap else segment.ids

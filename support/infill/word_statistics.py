@@ -1,4 +1,4 @@
-"""How well texts are written: known and distinct words; settings side by side."""
+"""The quality of texts: known and distinct words; comparisons of settings."""
 
 import dataclasses
 import io
@@ -22,7 +22,7 @@ ENOUGH = 2_000_000  # tokens of a training text
 
 
 def training_text(folder, tokenizer, config):
-    """The text that the model in a checkpoint folder has learned; None, and why, if it is gone."""
+    """The training text of a checkpoint's model; None, with a warning, if it is gone."""
     data = folder.parent / "data"
     if sources.is_ids(config.data):
         data = Path(config.data)

@@ -68,8 +68,8 @@ def mean_difference(a, b, tokens):
 def difference_of_bounds(a, b):
     """The same of the bounds, or of a bound and the NLL of an autoregressive model.
 
-    If both have the same numbers of masked tokens, what these explain is no error, as these are
-    stratified.
+    If both have the same numbers of masked tokens, the variance that these explain is not part of
+    the error, because they are stratified.
     """
     r = mean_difference(a["by_window"], b["by_window"], a["tokens_by_window"])
     if have_same_masks(a, b):

@@ -70,7 +70,7 @@ def new(Config, given):
 
 
 def inherited(given, known):
-    """The architecture of the run or checkpoint that --init_from names; {} if it is none of ours.
+    """The architecture of the run or checkpoint that --init_from names; {} if it is not ours.
 
     known: the names of all settings
     """
@@ -195,7 +195,7 @@ def check(config, world=1):
 
 
 def check_idle(config, given, before):
-    """Raise UserError for a flag that would be believed to take effect, and does not.
+    """Raise UserError for a flag that seems to take effect, but does not.
 
     before: the Config that the flags change; a flag with its value changes nothing.
     """
@@ -224,7 +224,7 @@ def is_set(config, name):
 
 
 def check_source(config, given):
-    """Raise UserError for flags that do not go with where the data or the weights come from."""
+    """Raise UserError for flags that do not fit the source of the data or the weights."""
     if config.prompt_column and not sources.is_records(config.data):
         flag = "--chat_column" if config.chat_column else "--prompt_column"
         raise UserError(f"--data={config.data} has no columns; leave {flag} out")

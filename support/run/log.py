@@ -271,7 +271,7 @@ def again(run):
 
 
 def in_words(run, r, bits, is_last):
-    """Describe the results r of an evaluation in a line. bits: per character, or None."""
+    """Describe the results r of an evaluation in one line. bits: per character, or None."""
     V = run.model.vocab_size
     key = "nll" if "nll" in r else "nelbo"
     if not run.step and not run.config.init_from:
@@ -298,9 +298,9 @@ def in_words(run, r, bits, is_last):
 def to_preview(run):
     """Return what a preview shows: (windows (2, T), tokens to hide (2, T) bool, a title).
 
-    All tokens of the first window are hidden: the model writes a text from nothing. In the second
-    its answer is, or a gap of an eighth of it, or its second half. The title, with {} for what was
-    there, describes the second.
+    In the first window, all tokens are hidden, so that the model writes a text from nothing. In the
+    second, its answer is hidden, or a gap of an eighth of it, or its second half. The title
+    describes the second, with {} for the original.
     """
     windows = run.corpus.windows(run.config.eval_windows)
     x0 = windows[[0, 1 % len(windows)]]

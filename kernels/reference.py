@@ -78,7 +78,7 @@ def mask_tokens_ref(
     """
     B, T = x0.shape
     if T > MAX_T:
-        raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {T}")
+        raise ValueError(f"mask_tokens takes at most {MAX_T} positions per row, got {T}")
     words = philox_words(seed, step, sample_ids, T)
     if never_mask is not None:
         words = words.masked_fill(never_mask, 1 << 32)  # larger than every random word
@@ -125,7 +125,7 @@ def linear_cross_entropy_ref(h: Tensor, W: Tensor, targets: Tensor, weight: Tens
 def rotary_tables(T, D):
     """Return cos and sin (T, D/2) of the angles of T positions, for heads of D: float32.
 
-    Whatever torch's default dtype: bfloat16 does not tell position 257 from 256.
+    Always float32, because bfloat16 cannot distinguish position 257 from 256.
     """
     exponents = -torch.arange(0, D, 2, dtype=torch.float32) / D
     angles = torch.arange(T, dtype=torch.float32)[:, None] * 10000.0**exponents
@@ -273,14 +273,14 @@ def norm_conv_ref(
 
 # ---- Dropout
 def dropped_of(p):
-    """Return the rate of dropout, p in [0, 1), in units of 2^-16; raise ValueError for others."""
+    """Return the dropout rate, p in [0, 1), in units of 2^-16; raise ValueError for other rates."""
     if not 0 <= p < 1:
         raise ValueError(f"a rate of dropout is at least 0 and below 1, not {p}")
     return min(round(p * (1 << 16)), (1 << 16) - 1)
 
 
 def scale_of(dropped):
-    """Return the factor of what is kept: 1 / (1 - q), where q = dropped / 2^16 is the rate."""
+    """Return the factor for kept elements: 1 / (1 - q), where q = dropped / 2^16 is the rate."""
     return (1 << 16) / ((1 << 16) - dropped)
 
 

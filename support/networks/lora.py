@@ -1,9 +1,9 @@
-"""LoRA (Hu et al., 2106.09685) by the peft library: --lora=R trains a network of others little.
+"""LoRA (Hu et al., 2106.09685) with the peft library: --lora=R trains few weights of a network.
 
-What is trained are adapters of rank R, beside each linear map of the layers, and the embedding of
-[MASK]. The parameters of a network are then these alone, for whoever asks it (named_parameters,
-state_dict): so optimizers, averages, gradients and checkpoints hold the trained ones, without
-knowing of LoRA. PyTorch's FSDP asks each module, so --shard spreads the other weights too.
+The trained weights are adapters of rank R, parallel to each linear map of the layers, and the
+embedding of [MASK]. The network then reports only these as its parameters (named_parameters,
+state_dict), so optimizers, averages, gradients and checkpoints hold only trained weights, without
+special code. PyTorch's FSDP asks each module, so --shard shards the other weights too.
 
 A checkpoint's network.json names the folder of the weights and their checksums. `merge` adds the
 adapters to the weights, for an export.
@@ -22,7 +22,7 @@ from nanomdlm.support.errors import UserError
 
 
 def library():
-    """The peft library; UserError where it is missing."""
+    """The peft library; UserError if it is missing."""
     return optional("peft", "--lora")
 
 
@@ -37,7 +37,7 @@ def identity(folder):
 
 
 def check_identity(base, path):
-    """Raise UserError unless the weights that a network.json names are there and as they were.
+    """Raise UserError unless the weights that a network.json names exist and are unchanged.
 
     base: what `identity` gave; path: the network.json
     """
@@ -83,9 +83,9 @@ def is_adapter(name):
 
 
 def first_value(name, shape, seed):
-    """The values with which an adapter begins: B zeros, A (R, inputs) as nn.Linear draws them.
+    """The initial values of an adapter: zeros for B, A (R, inputs) drawn as in nn.Linear.
 
-    They depend on the name and the seed alone, so they are equal however many ranks make them.
+    They depend only on the name and the seed, so they do not depend on the number of ranks.
     """
     if "lora_B" in name:
         return torch.zeros(shape)
@@ -116,7 +116,7 @@ def all_parameters(model):
 
 
 def count(model):
-    """How many weights a network has, the frozen ones of a Pretrained among them."""
+    """How many weights a network has, including the frozen ones of a Pretrained."""
     return sum(p.numel() for _, p in all_parameters(model))
 
 

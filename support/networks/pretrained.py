@@ -1,7 +1,7 @@
-"""Networks of the transformers library in place of mdlm.Model: BERT, GPT-2, Llama, Qwen ...
+"""Networks of the transformers library instead of mdlm.Model: BERT, GPT-2, Llama, Qwen ...
 
-A Network says which one: the config.json of the library, what predicts tokens, and the id of
-[MASK]. `Network.build` makes a Pretrained of it, a module that takes a View as mdlm.Model does:
+A Network describes one: the config.json of the library, what predicts tokens, and the id of [MASK].
+`Network.build` makes a Pretrained of it, a module that takes a View like mdlm.Model:
 
     ids      their embeddings are the library's inputs_embeds
     at       position_ids
@@ -12,13 +12,13 @@ A Network says which one: the config.json of the library, what predicts tokens, 
 
 Libraries ignore masks silently, so `Pretrained.check` tries what a network sees before it is used.
 
-The head is taken out of the library's module, whose `logits` are then what the head reads (behind
-the dense layer and norm of BERT, for example); it is applied at the predicted rows alone.
+The head is taken out of the library's module, whose `logits` are then the input of the head (in
+BERT, for example, after the dense layer and norm); it is applied only at the predicted rows.
 
-Encoders have a [MASK] of their own, a token of the tokenizer that is never predicted: its logit is
--inf. Decoders get one: a further row of the embedding, at first the mean of the others. A decoder
-predicts a token at the position before it, --shift; the first token of a text has none before it
-and is predicted at its own position.
+Encoders have their own [MASK], a token of the tokenizer that is never predicted: its logit is -inf.
+Decoders get one: an additional row of the embedding, at first the mean of the others. A decoder
+predicts a token at the position before it, --shift; the first token of a text has no position
+before it and is predicted at its own.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ FROM_NOTHING = dict(optimizer="muon", learning_rate=1e-3, muon_lr=0.02, weight_d
 
 # ---- The library
 def library():
-    """The transformers library, without its warnings; UserError where it is missing or too old."""
+    """The transformers library, without its warnings; UserError if it is missing or too old."""
     transformers = optional("transformers", "a network of Hugging Face")
     version = transformers.__version__
     if tuple(int(n) for n in version.split(".")[:2]) < OLDEST:
@@ -97,7 +97,7 @@ def explain_library(what):
 
 # ---- Which network
 class Network:
-    """What decides a network; checkpoints keep it in network.json.
+    """What defines a network; checkpoints keep it in network.json.
 
     settings  the config.json of the library, as a dict
     head      masked: the library's AutoModelForMaskedLM; causal: its AutoModelForCausalLM;
@@ -314,7 +314,7 @@ class Network:
     def open(self, in_parts=False):
         """Read the weights of `folder` and try a network, before any work begins; returns itself.
 
-        in_parts: read them only where they are used; a shallow network with random ones is tried.
+        in_parts: read them only when they are used, and try a shallow network with random weights.
         Raises UserError for weights that are not all there, and for networks that cannot be used.
         """
         settings = self.settings
@@ -358,7 +358,7 @@ class Network:
         return without_pooler(body)
 
     def without_weights(self):
-        """A copy that does not hold what was read."""
+        """A copy without the weights that were read."""
         other = copy.copy(self)
         other.weights = other.adapted = None
         return other
@@ -386,7 +386,7 @@ class Network:
         return json.dumps(facts | dict(config=self.settings), indent=1)
 
     def files(self):
-        """The files of a checkpoint, beside those of any run: name -> bytes."""
+        """The additional files of a checkpoint: name -> bytes."""
         return {FILE: self.to_json().encode()} | (self.code.sources if self.code else {})
 
 
@@ -413,7 +413,7 @@ def is_dropout(name, value):
 
 
 def read(path, trust_remote_code):
-    """The Network of a config.json of Hugging Face or of a network.json; UserError for others."""
+    """The Network of a Hugging Face config.json or of a network.json; UserError for other files."""
     content = files.read_json(path, "network")
     if content.get("format") == FORMAT:
         settings, head, mask_id = (content.get(key) for key in ("config", "head", "mask_id"))
@@ -479,7 +479,7 @@ def checked_settings(path, settings, code=None):
 
 
 def settings_of(path, content, code=None):
-    """The arguments of Network for the config.json of a model of Hugging Face."""
+    """The arguments of Network for the config.json of a Hugging Face model."""
     if "model_type" not in content:
         raise UserError(f"{path} has no model_type; give a config.json of Hugging Face")
     settings = checked_settings(path, content, code)
@@ -514,14 +514,14 @@ def settings_of(path, content, code=None):
 
 
 def head_of_code(classes, name):
-    """The kind of head of code of others: that of the class `name`, if an auto_map has it, else the
+    """The kind of head of custom code: that of the class `name`, if an auto_map has it, else the
     first of the three that it has; None if it has none."""
     heads = [head for head, auto in CLASSES.items() if auto in classes]
     own = [head for head in heads if classes[CLASSES[head]].endswith(f".{name}")]
     return next(iter(own + heads), None)
 
 
-# ---- Weights of others
+# ---- Pretrained weights
 def check_weights(folder):
     """Raise UserError unless the safetensors of a model are all there and can be opened."""
     whole = folder / "model.safetensors"
@@ -574,7 +574,7 @@ def is_of_layer(name):
 
 # ---- The module
 class Features(nn.Module):
-    """In place of the head: returns what the head would read."""
+    """Replaces the head: returns what the head would read."""
 
     def forward(self, x):
         return x
@@ -751,7 +751,7 @@ class Pretrained(nn.Module):
 
     # ---- Does it do what a View says?
     def check(self):
-        """Raise UserError unless tokens see what they must and nothing else, by trying."""
+        """Raise UserError unless a trial shows that tokens see exactly what they should."""
         was_training = self.training
         self.eval()
         what = (
@@ -904,7 +904,7 @@ def mask_of(by_type):
 
 
 def output_of(result):
-    """The logits that the library returns, or the last hidden state where there is no head."""
+    """The logits that the library returns, or the last hidden state if there is no head."""
     return result.logits if "logits" in result else result.last_hidden_state
 
 
@@ -968,9 +968,9 @@ def open_network(config, folder):
 
 
 def implied(given, settings):
-    """The settings that a network of others implies, beside those of the preset; {} for ours.
+    """The settings that a pretrained network implies, besides those of the preset; {} for ours.
 
-    given: the flags of a new run. Raises UserError for flags that do not go with such a network.
+    given: the flags of a new run. Raises UserError for flags that do not fit such a network.
     """
     network = find_network(given)
     if network is None:
@@ -1003,7 +1003,7 @@ def implied(given, settings):
 
 
 def check_flags(given, network, flag):
-    """Raise UserError for flags that a network of others cannot have."""
+    """Raise UserError for flags that do not work with a pretrained network."""
     kind = f"{flag}, a network of {network.model_type}"
     if network.head != CAUSAL:
         why = "which sees what follows"

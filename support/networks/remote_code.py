@@ -1,8 +1,8 @@
-"""Code that comes with a network of others: *.py files that the auto_map of its config.json names.
+"""Code that comes with a network: *.py files that the auto_map of its config.json names.
 
-Such code can do whatever its user can. So it is imported only where --trust_remote_code is given on
-that very command line: checkpoints travel, and nothing in them says that they are trusted. The
-files travel with them, and network.json has their checksums.
+Such code can do whatever its user can. So it is imported only if --trust_remote_code is given on
+the same command line: checkpoints are passed on, and nothing in them makes them trusted. The files
+are copied with them, and network.json has their checksums.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def check_trust(is_trusted, where, names):
 
 
 def of_folder(path, classes, is_trusted):
-    """The Code beside a config.json; classes: what classes_of gave."""
+    """The Code next to a config.json; classes: as returned by classes_of."""
     folder = path.parent
     if elsewhere := [name for name in classes.values() if "--" in name]:
         where = elsewhere[0].partition("--")[0][:80]
@@ -60,7 +60,7 @@ def of_folder(path, classes, is_trusted):
 
 
 def of_checkpoint(path, listed, is_trusted):
-    """The Code beside a network.json; listed: what Code.listed gave when it was written."""
+    """The Code next to a network.json; listed: as returned by Code.listed when it was written."""
     folder = path.parent
     names = [*listed] if isinstance(listed, dict) else []
     if not names or any(Path(name).name != name or not name.endswith(".py") for name in names):

@@ -1,4 +1,4 @@
-"""Networks of transformers that no process has to hold whole (--shard).
+"""Hugging Face networks that no process has to hold whole (--shard).
 
 `on_meta` makes a network whose parameters have no memory; `WeightFiles` reads single tensors of
 its safetensors, so that layers can be filled and spread over the ranks one by one.
@@ -72,7 +72,7 @@ class WeightFiles:
 
 
 def shallow(settings, config):
-    """Settings of the same network with as few layers as have all kinds of them, at least 2."""
+    """Settings of the same network with the fewest layers, at least 2, that include all kinds."""
     name = getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")
     depth = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [""] * depth

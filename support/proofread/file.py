@@ -50,7 +50,7 @@ ins { color: #182; font-weight: bold; text-decoration: none; border-bottom: 2px 
 
 # ---- Reading
 def pieces(f, name):
-    """Yield the text of a binary file in pieces; UserError for what is not UTF-8, or empty."""
+    """Yield the text of a binary file in pieces; UserError if it is not UTF-8, or empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     line = 1
@@ -116,7 +116,7 @@ def check_output(options):
 
 
 class Nothing:
-    """Stands for an output that was not asked for."""
+    """An output that was not requested."""
 
     def put(self, content):
         pass
@@ -139,7 +139,7 @@ def open_output(path):
 
 # ---- Showing changes
 class Shown:
-    """Prints the lines that are changed, of long lines what is around the changes.
+    """Prints the changed lines; of long lines, only the parts around the changes.
 
     In colors, or as [-removed-]{+added+} where there are none.
     """

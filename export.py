@@ -188,7 +188,7 @@ def card(folder, model, tokenizer, config, name):
         form = "card_network_ar.md" if config.objective == "ar" else "card_network.md"
         fields |= dict(mask_id=model.mask_id, hook=hook_code(model))
         fields |= dict(auto=network.auto_class, kind=network.model_type, logits=true_logits(model))
-        fields |= dict(trust="", loads="it loads without code of others", needs="")
+        fields |= dict(trust="", loads="it loads without custom code", needs="")
         if network.head == CAUSAL:
             fields["needs"] = NEEDS
         if network.code:
@@ -198,7 +198,7 @@ def card(folder, model, tokenizer, config, name):
     return (FOLDER / form).read_text(encoding="utf-8").format(**fields)
 
 
-# ---- Networks of Hugging Face, as that library has them
+# ---- Hugging Face networks, in their original architecture
 def tokens_of_network(model, tokenizer):
     """(tokenizer.json with the network's [MASK] as a dict, tokenizer_config.json as a dict)."""
     kind, vocab = tokenizer.kind, tokenizer.vocab

@@ -221,7 +221,7 @@ WRONG = {
     ),
     "a mean": ("fill", "return total", "return total / len(fill)", "log p"),
     "no logarithm": ("fill", ".log_softmax(-1)", ".softmax(-1)", "log p"),
-    "logits": ("sure", ".softmax(-1)", "", "no probability"),
+    "logits": ("sure", ".softmax(-1)", "", "not a probability"),
     "a softmax over positions": ("sure", ".softmax(-1)", ".softmax(0)", "at position 0"),
     "visible tokens predicted": (
         "sure",

@@ -69,7 +69,7 @@ def entropy(length=64, periods=(2, 4)):
     multiples of that word's length d.
     """
     low, high = periods
-    words = {}  # d -> how many words of d symbols are no repetition of a shorter one
+    words = {}  # d -> how many words of d symbols do not repeat a shorter one
     total = 0.0
     for d in range(1, high + 1):
         words[d] = 15**d - sum(words[part] for part in range(1, d) if d % part == 0)

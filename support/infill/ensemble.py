@@ -54,7 +54,7 @@ class Ensemble(nn.Module):
         return total - math.log(len(self.networks))
 
     def replaced(self, function):
-        """Return a copy, hooks included, with function(network) in place of each network."""
+        """Return a copy, hooks included, with each network replaced by function(network)."""
         other = copy.copy(self)
         # copy.copy shares the dict of submodules: replace it in the copy alone.
         other._modules = dict(networks=nn.ModuleList(map(function, self.networks)))

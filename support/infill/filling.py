@@ -254,7 +254,7 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadli
             known[i] = segments[i].of_length(min(lengths))
     room = L - sum(s.size for i, s in enumerate(known) if i not in options)
     n_options = math.prod(len(lengths) for lengths in options.values())
-    # Of each combination of the lengths of lists, whose texts are all compared, so many.
+    # This many for each combination of the lengths of lists, whose texts are all compared.
     n_kept = N_LENGTHS + len(options) - 1
     listed = [k for k, i in enumerate(options) if segments[i].spelled]
     n_listed = math.prod(len(options[i]) for i in options if segments[i].spelled)

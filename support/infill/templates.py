@@ -28,7 +28,7 @@ from nanomdlm.support.errors import UserError
 GAP = re.compile(r"((?<!\\)\[(?:___|█+)[:|]|█|(?<!\\)\[MASK\]|\[___\])")
 GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabulary without _
 OPENING = re.compile(r"(?:___|█+)[:|]")
-ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text that is no mark
+ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text, not a mark
 LINE_END = re.compile("\r?\n")
 MAX_TEMPLATE = 1 << 26  # bytes; a device, or a pipe without an end, must not fill the memory
 MAX_BATCH = 1 << 29

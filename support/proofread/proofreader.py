@@ -50,9 +50,9 @@ from nanomdlm.support.proofread.tokens import (
 from nanomdlm.support.proofread.words import LONGEST, WORD, Words, end_of, looks_like_a_name
 from nanomdlm.support.run.calibration import calibrated
 
-STRIDE = 8  # doubt: one token in so many is masked alone in a call
-RUN = 3  # and so many tokens in a row,
-RUN_STRIDE = 12  # one run in so many
+STRIDE = 8  # doubt: a call masks single tokens at this distance
+RUN = 3  # and runs of this many tokens,
+RUN_STRIDE = 12  # at this distance
 NEAR = 4  # tokens: edits at most so far apart are accounts of one mistake
 RACE_LENGTH = 8  # tokens over which the edits of a race begin
 APART = 6  # tokens between regions that share a call

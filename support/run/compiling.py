@@ -173,7 +173,7 @@ def use_compiled(run):
         torch.set_num_threads(compiler.threads)
         if compiler.exitcode:
             failed = f"the process that compiles failed (exit code {compiler.exitcode})"
-            run.log.say(f"{failed}: training goes on without torch.compile")
+            run.log.say(f"{failed}: training continues without torch.compile")
         else:
             compile_layers(run.model.layers)
             run.log.say(f"compiled from step {run.step + 1} on")

@@ -218,7 +218,7 @@ class Log:
     def say(self, text):
         """Print a line to standard output, with control characters escaped.
 
-        If the output was closed, the run goes on, and log.jsonl has its numbers.
+        If the output was closed, the run continues, and log.jsonl has its numbers.
         """
         if self.silent:
             return

@@ -181,7 +181,7 @@ class Session:
             return
         if self.resumed_from and (data / "meta.json").exists():
             if sources.has_changed(config.data, data):
-                warn(f"--data={config.data} has changed; the run goes on with what it learned")
+                warn(f"--data={config.data} has changed; the run continues with the prepared copy")
             return
         with files.replacing(data) as new:
             prepare(config, new, source and source[1], network)
@@ -230,7 +230,7 @@ class Session:
     def begin_folder(self, last):
         """What the first rank changes in the folder of a run before its first step.
 
-        last: the step that the run goes on from; -1 for a new run
+        last: the step from which the run continues; -1 for a new run
         """
         out_dir = self.config.out_dir
         lines = self.log.lines(last) if self.resumed_from else []

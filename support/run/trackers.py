@@ -100,6 +100,6 @@ class Tracker:
             do()
         except Exception as e:
             what = f"--tracker={self.name} fails ({type(e).__name__}: {e})"
-            warn(f"{what}; the run goes on, and log.jsonl has its numbers")
+            warn(f"{what}; the run continues, and log.jsonl has its numbers")
             self.send = lambda values: None
             self.end = lambda: None

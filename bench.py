@@ -5,16 +5,16 @@
     python bench.py profile --preset=gpu  # on a GPU: which kernels take the time of a step
     python bench.py sample --out_dir=out  # quality of generated texts, by number of network calls
 
-Without a mode: kernels on a GPU; without one what is known of the kernels there, then train.
+Without a mode: kernels on a GPU; on a CPU, what can be known about the kernels there, then train.
 
-What is compared in a case (mdlm, PyTorch, peers) are its contestants. They are timed in turns; a
-time is the median over rounds, `spread` is half its interquartile range. Results are checked first;
-a contestant with a wrong one gets no time.
+The contestants of a case (mdlm, PyTorch, peers) are timed in turns; a time is the median over
+rounds, and `spread` half its interquartile range. Results are checked first; a contestant with a
+wrong result gets no time.
 
-`share` of an operation is the shortest time that its FLOPs and bytes allow, at the speed that
-products and copies have on this GPU, as a fraction of its time; `error` is relative to float64, and
-`host_us` the microseconds of host time for a call.
-`share` of a training step is MFU: the model's FLOP/s, as a fraction of the GPU's peak. In a profile
+`share` of an operation is the shortest time that its FLOPs and bytes allow, at the measured speed
+of products and copies on this GPU, as a fraction of its time; `error` is relative to float64, and
+`host_us` is the host time per call in microseconds.
+`share` of a training step is MFU: the model's FLOP/s as a fraction of the GPU's peak. In a profile,
 it is the fraction of the time of all kernels. `speed_up` is relative to PyTorch: eager for kernels,
 compiled for training steps.
 """
@@ -63,14 +63,14 @@ class EveryMode:
 
     json: Writes = ""  # write the results to this file (-: standard output)
     device: str = "auto"  # cpu, cuda or cuda:1; auto: a GPU if there is one
-    time_limit: Amount = 0.0  # begin no new case after this many seconds (0: no limit)
+    time_limit: Amount = 0.0  # start no new case after this many seconds (0: no limit)
 
 
 @dataclass
 class Timed(EveryMode):
     """kernels, train and profile."""
 
-    seconds: Amount = 0.5  # seconds of timing for each contestant
+    seconds: Amount = 0.5  # seconds of timing per contestant
 
 
 @dataclass
@@ -84,7 +84,7 @@ class KernelsOptions(Timed):
 class TrainOptions(Timed):
     """train and profile."""
 
-    preset: Literal["all", "cpu", "gpu", "gpt2"] = "all"  # all: those that suit the device
+    preset: Literal["all", "cpu", "gpu", "gpt2"] = "all"  # all: those that fit the device
 
 
 @dataclass
@@ -94,10 +94,10 @@ class SampleOptions(EveryMode):
     out_dir: Reads = "out"  # run or checkpoint folder of a diffusion model
     ar_dir: Reads = ""  # run folder of an autoregressive model that scores texts
     data: Reads = ""  # compare the texts with this file or folder (default: the run's data)
-    num_samples: Count = 64  # texts to write for each row of the table and each seed
-    seed: Seed = 1000  # the first seed
-    seeds: Count = 2  # number of seeds: the first and those after it
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products
+    num_samples: Count = 64  # texts to write per row of the table and seed
+    seed: Seed = 1000  # first seed
+    seeds: Count = 2  # number of consecutive seeds
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of matrix products
     trust_remote_code: bool = False  # allow custom code from the checkpoint
     picture: Writes = ""  # draw quality by network calls into this file, .png or .svg
 
@@ -107,7 +107,7 @@ class Options(SampleOptions, TrainOptions, KernelsOptions):
     """The flags of all modes; each mode has its own."""
 
 
-# How the table shows the numbers of a row; those without a format are in the JSON alone.
+# How the table shows the numbers of a row; those without a format are only in the JSON.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
 FORMATS |= dict(error=".1e", pytorch=".1e", host_us=".3g")
 FORMATS |= dict(warps="d", registers="d", shared_kib=".1f", spills="d")
@@ -117,7 +117,7 @@ FORMATS |= dict(told=".1%", told_se=".1%")
 
 
 class ResultsTable:
-    """The results: lines of a Markdown table as they come, and the same as JSON."""
+    """The results: lines of a Markdown table, printed as they come, and the same as JSON."""
 
     def __init__(self, mode, options, device):
         self.path = options.json
@@ -317,7 +317,7 @@ def check(case, name, backward, exact):
 
 
 def measure(case, table, device, seconds, limits):
-    """Check and time the contestants of a case; say what is wrong with those that get no time.
+    """Check and time the contestants of a case; report what is wrong with those that get no time.
 
     limits: FLOP/s and bytes/s of the device, see `ceilings`.
     """
@@ -340,7 +340,7 @@ def measure(case, table, device, seconds, limits):
                     facts[name] = dict(peak_mb=peak_memory(call, device), error=error)
                     facts[name]["host_us"] = host_time(call, device)
                     calls[name] = captured(f, sets) if case.graph else call
-                except Exception as e:  # a peer may raise anything: its line says what
+                except Exception as e:  # a peer may raise anything; its line shows it
                     text = describe(e)
                     yardstick = name == first or name.startswith("PyTorch")
                     fatal = name == "mdlm" or (yardstick and text.startswith("WRONG"))
@@ -362,7 +362,7 @@ def bench_kernels(options, device, table):
     cases = [case for case in every if options.only in case.name]
     if not cases:
         names = ", ".join(dict.fromkeys(case.name for case in every))
-        raise UserError(f"--only={options.only} is in no name of an operation; give one of {names}")
+        raise UserError(f"--only={options.only} matches no operation; give one of {names}")
     limits = ceilings(device)
     both = f"{rate(limits[0], 'FLOP/s')} in a bfloat16 product, {rate(limits[1], 'B/s')} in a copy"
     table.note(f"share: of what this device does, {both}")
@@ -404,7 +404,7 @@ def gradients(config, *run_args):
     run = start_run(replace(config, n_layer=2, dropout=0.0), *run_args)
     g = torch.Generator().manual_seed(0)
     for p in run.model.parameters():
-        if not p.any():  # no gradient would reach what lies before it
+        if not p.any():  # gradients would not reach the layers before it
             p.data.copy_(0.02 * torch.randn(p.shape, generator=g))
     loss = mdlm.compute_gradients(run, step=0, margin_scale=0.5)
     return [loss] + [p.grad for p in run.model.parameters()]
@@ -429,7 +429,7 @@ def start_step(exact, kernel, config, folder, device, dtype, execution):
     run_args = (folder, device, dtype, kernel, execution.startswith("compiled"))
     if exact:
         check_close(gradients(config, *run_args), exact, dtype)
-    gc.collect()  # before memory is counted, return what is no longer used
+    gc.collect()  # free unused memory before measuring it
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     run = start_run(config, *run_args)
     set_execution(run, execution)
@@ -450,7 +450,7 @@ def step_kernels(device):
 def race_steps(
     config, folder, device, table, options, executions=EXECUTIONS, kernels=None, checks=True
 ):
-    """Time the steps of a config, PyTorch and Triton: first as one trains.
+    """Time the steps of a config with PyTorch and Triton, first as in training.
 
     kernels: values of --kernels (default: those of step_kernels); checks: whether gradients are
     first compared with eager PyTorch's in float32
@@ -463,7 +463,7 @@ def race_steps(
     try:
         if checks and not ranks.is_late(table.until):
             exact = gradients(config, folder, device, torch.float32, "torch", False)
-    except Exception as e:  # most likely no memory: the others may need less
+    except Exception as e:  # most likely out of memory; the others may need less
         table.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
     kernels = kernels or step_kernels(device)
     base = None  # speed-ups are relative to PyTorch, compiled if that works
@@ -478,7 +478,7 @@ def race_steps(
                 if ranks.is_late(table.until):
                     raise UserError(LATE)
                 ready[name] = start_step(exact, kernel, config, folder, device, dtype, execution)
-            except Exception as e:  # no compiler, no memory, no Triton: the line says what
+            except Exception as e:  # no compiler, memory or Triton; the line shows which
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
                 table.fail(where, name, text, broken or text.startswith("WRONG"))
@@ -515,7 +515,7 @@ def write_tokens(folder, V):
 
 
 def bench_training(options, device, table):
-    """The steps of each preset that is asked for, on random tokens."""
+    """The steps of each requested preset, on random tokens."""
     torch.set_float32_matmul_precision("high")  # as mdlm.py
     presets = ("gpu", "gpt2", "cpu") if device.type == "cuda" else ("cpu",)
     for preset in presets if options.preset == "all" else (options.preset,):

@@ -1,13 +1,13 @@
 """Evaluate a model: its likelihood with an error, accuracy and calibration; pictures.
 
     python eval.py                            # the run in out/, else weights/
-    python eval.py --exact --windows=64       # the exact likelihood too
-    python eval.py --text="To be, or not"     # what it predicts; --pictures=FOLDER draws it
-    python eval.py --calibrate=held_out.txt   # fit and keep the temperature of its logits
-    python eval.py --compare=out-mdlm,out-ar  # logs of runs: a table, curves
+    python eval.py --exact --windows=64       # also the exact likelihood
+    python eval.py --text="To be, or not"     # show its predictions; --pictures=FOLDER draws them
+    python eval.py --calibrate=held_out.txt   # fit and save the temperature of its logits
+    python eval.py --compare=out-mdlm,out-ar  # compare the logs of runs: a table, curves
     python eval.py --compare=a.json,b.json    # two files of --json, window by window
 
-Pictures of a run go into its folder. On a CPU the same command gives the same bits.
+Pictures of a run go into its folder. On a CPU, results are reproducible bit for bit.
 """
 
 from nanomdlm.support.cli import entry, environment, terminal
@@ -54,7 +54,7 @@ from nanomdlm.support.infill.model_calls import checked, group_size, to_context
 from nanomdlm.support.run import calibration, checkpoint, checkpoint_score, comparing, plots
 from nanomdlm.support.run.checkpoint import SHIPPED, default_run, read_state
 
-EXCERPT = SHIPPED.parent / "excerpt.txt"  # what the shipped model is scored on without a network
+EXCERPT = SHIPPED.parent / "excerpt.txt"  # scored for the shipped model if there is no network
 
 
 Temperature = Annotated[float, Bounds(0, 100)]
@@ -66,18 +66,18 @@ class Options:
     """What to evaluate, how, and what to show."""
 
     out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
-    data: Reads = ""  # text, of which the last tenth is scored, or a folder (default: the run's)
+    data: Reads = ""  # text, whose last tenth is scored, or a folder (default: the run's data)
     compare: str = ""  # RUN,RUN,...: a table of their logs; or A.json,B.json,...: window by window
-    text: Text = ""  # mask this text, and show what the model predicts in it
+    text: Text = ""  # mask this text, and show what the model predicts
     rate: Share = 0.5  # fraction of the tokens of --text to mask, above 0
     windows: Count = 4096  # score at most this many validation windows, evenly spread
     passes: Passes = 4  # random masks per window
     temperature: Temperature = 0.0  # divide the logits by this (0: the network's, by --calibrate)
     calibrate: Reads = ""  # fit the network's temperature to this text, which it has not learned
-    whole: bool = False  # score a model of mdlm.py --infill_share in one piece, without blocks
-    exact: bool = False  # the exact left-to-right likelihood too: a network call for each token
+    whole: bool = False  # score a model trained with --infill_share as one without blocks
+    exact: bool = False  # also compute the exact left-to-right likelihood, one call per token
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16 is faster and less exact
+    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: faster, less accurate
     trust_remote_code: bool = False  # allow custom code from the checkpoint
     json: Writes = ""  # write the results to this file as JSON (-: standard output)
     pictures: Makes = ""  # folder for the pictures, or none (default: the folder of the run)
@@ -85,10 +85,10 @@ class Options:
 
 @contextlib.contextmanager
 def open_data(data, folder, tokenizer, config, device):
-    """Context manager of (mdlm.Corpus, its name): `data` in the model's tokens, or the run's.
+    """Context manager of (mdlm.Corpus, its name): `data` in the model's tokens, or the run's data.
 
-    Where the shipped model's own text cannot be had, that is EXCERPT; what is asked for by name
-    is never replaced.
+    If the shipped model's own text is not available, EXCERPT replaces it; data given by name are
+    never replaced.
     """
     prepared = folder.parent / "data"
     is_own = not data and (prepared / "meta.json").exists()
@@ -97,7 +97,7 @@ def open_data(data, folder, tokenizer, config, device):
     if source == "shakespeare":
         try:
             path = sources.shakespeare()
-        except OSError as e:  # training would take another text, which is no substitute here
+        except OSError as e:  # training would use another text, which is not a substitute here
             if data or folder.resolve() != SHIPPED:
                 fix = "connect to a network, or give --data=FILE"
                 raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
@@ -106,7 +106,7 @@ def open_data(data, folder, tokenizer, config, device):
             )
             source = str(EXCERPT)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        if source == str(EXCERPT):  # all of it, where other texts are scored on their last tenth
+        if source == str(EXCERPT):  # score all of it; of other texts the last tenth
             path = Path(tmp) / "text"
             with naming(path):
                 path.write_bytes(10 * EXCERPT.read_bytes())
@@ -120,14 +120,14 @@ def open_data(data, folder, tokenizer, config, device):
             mdlm.Corpus, sources.of_config(path, config), config, device
         )
         if corpus.tokenizer.to_json() != tokenizer.to_json():
-            raise UserError(f"{source} has another vocabulary than {folder}; give --data=FILE")
+            raise UserError(f"{source} has a different vocabulary than {folder}; give --data=FILE")
         if is_ids and not data:
             check_identity(corpus, folder, source)
         yield corpus, source
 
 
 def check_identity(corpus, folder, source):
-    """Raise UserError if a run's ids are not those that its checkpoint learned."""
+    """Raise UserError if a run's ids are not those that its checkpoint was trained on."""
     if not (folder / "state.json").exists():  # a model without its training state
         return
     state = read_state(folder)
@@ -139,10 +139,10 @@ def check_identity(corpus, folder, source):
 def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     """All figures of a model on windows (W, T) of a corpus, as a dict for JSON.
 
-    Beside those of mdlm.evaluate, in nats per token: `perplexity`; `bpc`, `bpc_se`: bits per
-    character; `by_position`: mean confidence and accuracy, (T,) lists; `calibration`: share of
+    In addition to those of mdlm.evaluate, in nats per token: `perplexity`; `bpc`, `bpc_se`: bits
+    per character; `by_position`: mean confidence and accuracy, (T,) lists; `calibration`: share of
     predictions, confidence and accuracy by bin of confidence, and `ece`, the mean of |accuracy -
-    confidence| (Guo et al., 1706.04599); `exact`: from left to right. NaN stands for no data.
+    confidence| (Guo et al., 1706.04599); `exact`: from left to right. NaN means no data.
     """
     W, T = windows.shape
     B = batch_size or group_size(model, windows.device)
@@ -183,7 +183,7 @@ def exact_likelihood(model, corpus, windows):
     length = model.objective.scored_mask(windows).sum(1).double().cpu()
     with progress.bar(total=int(length.sum()), desc="exact likelihood", unit=" tokens") as bar:
         nll = -chain_rule(model, windows, update=bar.update).sum(1)  # (W,)
-    nll /= length.mean()  # nats per token, and a window counts by its length
+    nll /= length.mean()  # nats per token, with windows weighted by their length
     mean = nll.mean().item()
     se = numerics.standard_error(nll - mean * length / length.mean())
     r = dict(nll=mean, se=se, bpc=per_character(mean, corpus))
@@ -209,7 +209,7 @@ def report(r):
     blocks = f" in blocks of {r['block_length']}" * bool(r["block_length"])
     windows = f"{r['windows']} windows of {r['block_size']} tokens{blocks}, {r['data']}"
     if "in_place_of" in r:
-        windows += f" in place of {r['in_place_of']}"
+        windows += f" instead of {r['in_place_of']}"
     temperature = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
     temperature += " (calibrated)" * r["calibrated"]
     lines = [f"{r['checkpoint']}{temperature}; {windows}"]
@@ -217,7 +217,7 @@ def report(r):
     if "nll" in r:
         lines.append(f"NLL {likelihood(r)}, shifted {r['ar_shifted']:.4f}, {perplexity}")
     else:
-        lines.append(f"NELBO {likelihood(r)}, {r['passes']} masks a window, {perplexity}")
+        lines.append(f"NELBO {likelihood(r)}, {r['passes']} masks per window, {perplexity}")
         lines.append(by_rate(r))
     if "exact" in r and "nelbo" in r:
         windows = r["exact"]["windows"]
@@ -232,7 +232,7 @@ def report(r):
 
 
 def check(given):
-    """The Options of the flags that were given; raises UserError where they are wrong."""
+    """The Options for the given flags; raises UserError if they are wrong."""
     options = Options(**given)
     measured = "out_dir data windows passes temperature calibrate whole exact"
     check_clashes([("compare", measured, "give one of them")], given)
@@ -244,10 +244,10 @@ def check(given):
     for name in files:
         outputs.check("json", options.json, dict(compare=name))
     if "rate" in given and not options.text:
-        raise UserError("--text is missing; give one, --rate alone masks nothing")
+        raise UserError("--rate needs a text to mask; give --text")
     if options.rate == 0:
         raise UserError("--rate=0 masks nothing, so nothing is predicted; give more, up to 1")
-    outputs.check_all(options)  # now: measuring takes long
+    outputs.check_all(options)  # now, because measuring takes long
     if options.pictures not in ("", "none"):
         environment.optional("matplotlib", "--pictures")
         read = outputs.paths_of(options, READS) | dict(json=options.json)
@@ -259,18 +259,18 @@ def names_to_compare(options):
     """The runs or files of --compare; raises UserError for a mixture of both."""
     names = names_of(options.compare)
     if is_json(names) != any(name.endswith(".json") for name in names):
-        what = f"--compare={options.compare} names files and runs"
-        raise UserError(f"{what}; give runs alone, or files of --json alone")
+        what = f"--compare={options.compare} mixes files and runs"
+        raise UserError(f"{what}; give only runs, or only files of --json")
     return names
 
 
 def is_json(names):
-    """Whether all of some names are those of files of --json; False for none."""
+    """Whether all names are those of files of --json; False if there are none."""
     return bool(names) and all(name.endswith(".json") for name in names)
 
 
 def compare(options):
-    """--compare: (results, words, folder for pictures or None, pictures) of evaluations: the last
+    """--compare: (results, words, folder for pictures or None, pictures) of evaluations: the final
     ones in the logs of runs, or those in files of --json."""
     runs = names_to_compare(options)
     if is_json(runs):
@@ -287,7 +287,8 @@ def compare(options):
         row |= {k: last[k] for k in ("step", "tokens", "seconds")}
         rows.append(row | dict(ar_shifted=last.get("val_ar_shifted")))
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
-    words += "\nvalue: nats per token, comparable for one text and tokenizer; ar: exact, with [END]"
+    words += "\nvalue: nats per token; compare only with the same text and tokenizer"
+    words += "\nar: exact, with [END]"
     draw = {"compare.png": partial(plots.plot_losses, out_dirs=runs)}
     return dict(runs=rows), words, Path(runs[0]), draw
 
@@ -339,7 +340,7 @@ def calibrate(options):
     read = partial(mdlm.load, device=device, whole=options.whole, trust_remote_code=trusted)
     folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if len(folders) > 1:
-        raise UserError("--calibrate fits one network; give --out_dir one run")
+        raise UserError("--calibrate fits a single network; give one run as --out_dir")
     folder = folders[0]
     path = options.calibrate
     if not Path(path).is_file():
@@ -358,11 +359,11 @@ def calibrate(options):
             )
             if is_own:
                 what = f"{path} is the text that {folder} learned, or that validates it"
-                raise UserError(f"{what}; give text of its kind that it has never seen")
+                raise UserError(f"{what}; give similar text that it has never seen")
     except (OSError, UserError) as e:
         if is_own:
             raise
-        terminal.warn(f"{e}: so whether {folder} learned {path} is not known")
+        terminal.warn(f"{e}: cannot check whether {folder} was trained on {path}")
     checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     temperature = calibration.fit(model, windows, options.passes)
     source = f"{Path(path).name}, {len(windows)} windows of {config.block_size}"
@@ -385,7 +386,7 @@ def has_window(ids, window):
 
 
 # ---- --text: what a model sees and predicts in one text
-DRAWS = 128  # random masks, over which accuracy and cross-entropy are means
+DRAWS = 128  # random masks to average accuracy and cross-entropy over
 
 
 def shows_gaps(model):
@@ -397,8 +398,8 @@ def predict(model, tokenizer, x0, n, scored, rate):
     """Mask `rate` of the scored tokens of a text, at least one, and predict them.
 
     x0: (1, T) ids. n: how many of them are the text. scored: (1, T) bool. Returns a dict for each
-    of the n tokens: number, text, mark ("+": masked and predicted; "x": masked, another token is
-    likelier; "": not masked), likeliest: [(text, probability)] of three.
+    of the n tokens: number, text, mark ("+": masked and predicted; "x": masked, but another token
+    is likelier; "": not masked), likeliest: [(text, probability)] of three.
     """
     count = (rate * scored.sum(1)).round().long().clamp(min=1)
     key = (model.mask_id, 0x7EA7, 0, torch.zeros(1, dtype=torch.int64, device=x0.device))
@@ -416,7 +417,7 @@ def predict(model, tokenizer, x0, n, scored, rate):
 
 
 def plot_window(model, tokenizer, x0, path):
-    """Plot what a model predicts in a window (1, T) of which half is masked."""
+    """Plot what a model predicts in a half-masked window (1, T)."""
     scored = model.objective.scored_mask(x0)
     tokens = predict(model, tokenizer, x0, x0.shape[1], scored, 0.5)
     plots.plot_predictions(tokens, path)
@@ -431,7 +432,7 @@ def show_text(options):
     folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     folder = folders[0]
     if not shows_gaps(model):
-        raise UserError(f"--text is for models that fill gaps, and {folder} does not; leave it out")
+        raise UserError(f"--text is for models that fill gaps, unlike {folder}; leave it out")
     ids = tokenizer.encode_lossless(options.text)
     n = len(ids)
     if not 0 < n <= config.block_size:

@@ -4,13 +4,13 @@
     python export.py --to=page --out_dir=out --dest=my-page  # runs in a browser
     python export.py --to=checkpoint --weights=bfloat16 --out_dir=out --dest=small  # for mdlm
 
-my-model loads without this project, by AutoModelForMaskedLM (of a run with --objective=ar by
-AutoModelForCausalLM) with trust_remote_code=True, and AutoTokenizer. Its README.md says how. A
-network of Hugging Face (docs/pretrained.md) is written as that library has it, and needs no code of
-others unless it came with its own. my-page is for any web server: python -m http.server --directory
-my-page. To make it takes onnx and onnxscript (pip install onnx onnxscript), and npm, a part of
-Node.js. small is a checkpoint without the optimizer's state, in half of the size of float32: all
-programs here read it, and --init_from.
+my-model can be loaded without this project, by AutoModelForMaskedLM (AutoModelForCausalLM for a run
+with --objective=ar) with trust_remote_code=True, and AutoTokenizer; its README.md says how. An
+adapted Hugging Face network (docs/pretrained.md) is written in its original architecture, and needs
+no custom code unless it came with some. my-page is for any web server: python -m http.server
+--directory my-page. Creating it needs onnx and onnxscript (pip install onnx onnxscript), and npm, a
+part of Node.js. small is a checkpoint without the optimizer's state, in half the size of float32,
+for all programs here and for --init_from.
 """
 
 from nanomdlm.support.cli import entry, environment
@@ -60,7 +60,7 @@ from nanomdlm.variants.documents import view_of_documents
 PLACE = "Model = View = view_of_documents = masked_fraction = rotary_tables = None\n"
 PLACE += "attention_ref = norm_conv_ref = told_rate = with_positions = None\n"
 SOURCES = [View, reference.document_spans, reference.is_visible, reference.masked_fraction]
-SOURCES += [reference.neighbours, reference.norm_conv_ref, reference.rotary_tables]
+SOURCES += [reference.neighbors, reference.norm_conv_ref, reference.rotary_tables]
 SOURCES += [reference.rotate, reference.prepare, reference.attention_ref]
 SOURCES += [view_of_documents, mdlm.Layer, mdlm.Model]
 SOURCES += [time_conditioning.RateEmbedding, time_conditioning.AdaLN, time_conditioning.told_rate]
@@ -79,15 +79,15 @@ class Options:
 
     to: Literal["hf", "page", "checkpoint"] = "hf"  # for transformers, a page, or weights alone
     out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
-    dest: Writes = ""  # the folder to make, a new one
-    pad_to_context: bool = False  # of --to=hf: fill texts up to the context, as in training
-    weights: NumberType = "auto"  # of a page int8 or float32, of a checkpoint float32 or bfloat16
+    dest: Writes = ""  # the new folder to create
+    pad_to_context: bool = False  # for --to=hf: pad texts to the context length, as in training
+    weights: NumberType = "auto"  # page: int8 or float32; checkpoint: float32 or bfloat16
     trust_remote_code: bool = False  # allow custom code from the checkpoint
 
 
 # ---- Tokenizers
 def begin_once(content):
-    """A tokenizer.json by which only the beginning of a text gets a space, not what follows [MASK].
+    """A tokenizer.json that puts a space only before the beginning of a text, not after [MASK].
 
     As it was, where that cannot be written.
     """
@@ -114,7 +114,7 @@ def begin_once(content):
 
 
 def without_dropout(content):
-    """The JSON of a tokenizer, as a dict, without BPE's dropout: a text has the same ids always."""
+    """A tokenizer's JSON as a dict, without BPE dropout, so that a text always has the same ids."""
     if content["model"].get("dropout"):
         content = content | dict(model=content["model"] | dict(dropout=None))
     return content
@@ -124,7 +124,7 @@ def to_library(tokenizer):
     """A Tokenizer -> (tokenizer.json with [MASK] = V and [PAD] = V + 1 as a dict, its [END]).
 
     That of a checkpoint, unless it is a file made elsewhere; without BPE's dropout, as in training.
-    Raises UserError where it cannot have these.
+    Raises UserError if it cannot have these.
     """
     kind, vocab, end_id = tokenizer.kind, tokenizer.vocab, tokenizer.end_id
     try:
@@ -143,7 +143,7 @@ def to_library(tokenizer):
 
 # ---- Hugging Face
 def quality(folder, config):
-    """What the log of a run says of its checkpoint `folder`."""
+    """The log's record of a run's checkpoint `folder`."""
     with contextlib.suppress(UserError):  # no log
         key, logged = plots.validations(plots.read_log(folder.parent))
         for r in logged:
@@ -155,7 +155,7 @@ def quality(folder, config):
 
 
 def card(folder, model, tokenizer, config, name):
-    """README.md of the folder `name`: what the model is, how good, how to load it and to sample."""
+    """README.md of the folder `name`: what the model is, its score, how to load it and sample."""
     size = f"{config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     length = config.block_size
     end = ""
@@ -198,7 +198,7 @@ def card(folder, model, tokenizer, config, name):
     return (FOLDER / form).read_text(encoding="utf-8").format(**fields)
 
 
-# ---- Networks of Hugging Face, as that library has them
+# ---- Hugging Face networks, in their original architecture
 def tokens_of_network(model, tokenizer):
     """(tokenizer.json with the network's [MASK] as a dict, tokenizer_config.json as a dict)."""
     kind, vocab = tokenizer.kind, tokenizer.vocab
@@ -234,7 +234,7 @@ def tokens_of_network(model, tokenizer):
 
 
 def true_logits(model):
-    """The code for the library's logits without those of rows that are no token of a text."""
+    """The code for the library's logits, except those of rows that are not tokens of a text."""
     return f"model(x).logits[..., :{model.vocab_size}]"
 
 
@@ -256,7 +256,7 @@ def hook_code(model):
 
 
 def contents_of_network(folder, model, tokenizer, config, options):
-    """The files of a network of Hugging Face: its own ones, without code of ours."""
+    """The files of a Hugging Face network: its own files, without our code."""
     check_whole(model, config.objective == "ar")
     content, words = tokens_of_network(model, tokenizer)
     if config.objective == "ar":
@@ -299,7 +299,7 @@ def code(text):
 
 
 def check_whole(model, is_causal):
-    """Raise UserError for a model of blocks alone: plain calls of the library see whole texts."""
+    """Raise UserError for models of blocks only: the library's plain calls see whole texts."""
     if not (abilities.fills_gaps(model) or is_causal):
         raise UserError("--to=hf is not for --block_length without --infill_share")
 
@@ -323,7 +323,7 @@ def contents_of(folder, model, tokenizer, config, options):
     settings["calibration"] = model.calibration
     words = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=config.block_size)
     words |= dict(mask_token="[MASK]", pad_token="[PAD]", eos_token=end or "[PAD]")
-    words["padding_side"] = "left" if is_causal else "right"  # a text goes on at its end
+    words["padding_side"] = "left" if is_causal else "right"  # a text is continued at its end
     words["model_input_names"] = ["input_ids", "attention_mask"]
     words["clean_up_tokenization_spaces"] = False  # a text has the spaces that were learned
     weights = {f"model.{key}": value.detach() for key, value in model.named_parameters()}
@@ -352,14 +352,14 @@ def main(argv):
         raise UserError(f"{what}; give {' or '.join(accepted)}")
     if len(names_of(options.out_dir)) > 1:
         what = f"--out_dir={options.out_dir} names several networks"
-        raise UserError(f"{what}, and an export has one; give one")
+        raise UserError(f"{what}, but only one can be exported; give one")
     dest = Path(options.dest)
     outputs.check_new_folder("dest", options.dest)
     trusted = options.trust_remote_code
     read = partial(mdlm.load, kernel="torch", whole=True, trust_remote_code=trusted)
     folder, loaded = read_newest(default_run(options.out_dir), read)
     if is_page and loaded[2].network:
-        raise UserError("--to=page is for networks of mdlm.py; give --to=hf for those of others")
+        raise UserError("--to=page is for networks of mdlm.py; give --to=hf for pretrained ones")
     if is_checkpoint:
         if is_export(folder):
             raise UserError(f"--out_dir={options.out_dir} is an export; give a run or a checkpoint")

@@ -5,9 +5,9 @@
     torchrun --standalone --nproc_per_node=8 mdlm.py --preset=gpt2 --data=FOLDER
 
 The model sees a text in which some tokens, at any rate from 0 to 1, are replaced by [MASK], and
-predicts them; its mean loss is an upper bound of -log p(text), the NELBO (Sahoo et al., 2406.07524;
-Shi et al., 2406.04329; Ou et al., 2406.03736). Read this file from top to bottom; what is not about
-diffusion is in support/. sample.py has a better sampler.
+predicts them. Its mean loss is an upper bound on -log p(text), the NELBO (Sahoo et al., 2406.07524;
+Shi et al., 2406.04329; Ou et al., 2406.03736). Read this file from top to bottom; code that is not
+about diffusion is in support/. sample.py has a better sampler.
 """
 
 from nanomdlm.support.cli import entry
@@ -63,7 +63,7 @@ from nanomdlm.support.run.session import open_session
 from nanomdlm.support.view import Batch, View, masked_rows
 
 
-# ---- Settings: a line each; the command line, --help and config.json all come from them
+# ---- Settings, one per line; the command line, --help and config.json all come from them
 @dataclasses.dataclass
 class Core:
     """The settings of a plain run."""
@@ -75,8 +75,8 @@ class Core:
     overwrite: bool = False  # replace the run in out_dir by a new one
     init_from: Reads = ""  # fine-tune this run, checkpoint, or Hugging Face model folder
     preset: Literal["auto", "cpu", "gpu", "gpt2"] = "auto"  # size of the model, length of the run
-    max_steps: Count = 5000  # end after this many optimizer steps
-    time_limit: Amount = 0.0  # end after this many seconds, start and evaluation included (0: none)
+    max_steps: Count = 5000  # stop after this many optimizer steps
+    time_limit: Amount = 0.0  # stop after this many seconds in total (0: no limit)
     seed: Seed = 0  # random seed of initial weights, data order, masks and dropout
     # The machine
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
@@ -88,7 +88,7 @@ class Core:
     shard: Shard = 0  # FSDP over groups of this many ranks (bare flag or -1: all ranks)
     # Tokens
     tokenizer: Reads = "char"  # char, byte, word, bpe, or the path of a tokenizer.json
-    vocab_size: Natural = 0  # of word and bpe (0: 16384); of .bin files (0: the largest id + 1)
+    vocab_size: Natural = 0  # for word and bpe (0: 16384), or of .bin files (0: the largest id + 1)
     # Model
     n_layer: Count = 6  # layers
     n_head: Count = 6  # attention heads per layer
@@ -100,22 +100,22 @@ class Core:
     pos: Literal["rope", "learned", "sinusoidal"] = "rope"  # positional encoding
     tie: bool = False  # share weights between the token embedding and the output layer
     # Training
-    objective: Literal["mdlm", "ar"] = "mdlm"  # masked diffusion, or the next token, to compare
+    objective: Literal["mdlm", "ar"] = "mdlm"  # masked diffusion; ar: autoregressive, to compare
     batch_size: Count = 64  # global batch size, in sequences
-    rate_margin: UpToHalf = 0.5  # mask rates left out at each end, first half (0.5: all 1/2)
-    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for matrices; AdamW for the rest
+    rate_margin: UpToHalf = 0.5  # m: first half of the run uses mask rates in [m, 1-m], then widen
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for matrices, with AdamW for the rest
     muon_lr: Amount = 0.02  # peak learning rate of Muon
     learning_rate: Amount = 3e-3  # peak learning rate of AdamW
-    lr_schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"  # how it decays
-    warmup_steps: Natural = 100  # steps in which the learning rate rises to its peak
-    weight_decay: Amount = 0.01  # decoupled; with muon, only on the matrices
-    grad_clip: Amount = 1.0  # largest gradient norm (0: no clipping)
-    ema: BelowOne = 0.999  # decay of the averaged weights, which are evaluated and saved (0: none)
+    lr_schedule: Literal["trapezoid", "cosine", "linear", "constant"] = "trapezoid"  # decay shape
+    warmup_steps: Natural = 100  # steps over which the learning rate rises to its peak
+    weight_decay: Amount = 0.01  # decoupled weight decay; with muon, only on the matrices
+    grad_clip: Amount = 1.0  # maximum gradient norm (0: no clipping)
+    ema: BelowOne = 0.999  # decay of the averaged weights, which are evaluated and saved (0: off)
     # Evaluation and logging
     eval_interval: Natural = 0  # steps between evaluations (0: about ten per run)
     eval_windows: Natural = 4096  # validation windows in the final evaluation (0: all)
     log_interval: Count = 20  # steps between records in log.jsonl
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"  # where the log's numbers also go
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"  # also send the log's numbers here
 
 
 # What a preset changes (cpu: measured in results/cpu.md). CPUs differ in speed by a factor of ten,
@@ -139,12 +139,12 @@ class Config(Core, *variants.SETTINGS, SourceSettings, NetworkSettings):
     presets: ClassVar[dict] = PRESETS
 
     def check(self, world=1):
-        """Raise UserError for settings that do not go together, or cannot work on `world` ranks."""
+        """Raise UserError for settings that do not fit together or do not work on `world` ranks."""
         run_config.check(self, world)
         variants.check(self)
 
 
-# ---- Data: windows of a text (support/data makes a folder of ids of every source)
+# ---- Data: windows of a text (support/data turns any source into a folder of ids)
 @functools.lru_cache(maxsize=2)  # a batch may begin in one epoch and end in the next
 def shuffle(W, n_offsets, seed, epoch):
     """The order (W,) of an epoch's windows, and their shift in tokens: below n_offsets."""
@@ -154,10 +154,10 @@ def shuffle(W, n_offsets, seed, epoch):
 
 
 class Corpus:
-    """Windows of T tokens of a text. (variants/documents.py: of documents.)
+    """Windows of T tokens of a text. (For documents: variants/documents.py.)
 
     An epoch cuts the training text into windows, shifted by a random offset of up to T - 1 tokens,
-    and shuffles them: each token but a few at both ends is seen once.
+    and shuffles them: each token is seen once, except for a few at both ends.
     """
 
     has_documents = False
@@ -183,12 +183,12 @@ class Corpus:
             self.W = max(1, self.W - 1)  # room for the offset
             self.n_offsets = min(self.T, train - self.W * self.T + 1)
         self.mean_size = float(self.T)  # tokens of text in a window, on average (documents: fewer)
-        self.mean_length = float(self.T)  # those of them that are to be predicted
+        self.mean_length = float(self.T)  # how many of these are to be predicted
         if ids.meta.get("characters"):
             self.chars_per_token = ids.meta["characters"][1] / val
 
     def take(self, part, windows, offset):
-        """Windows (B,) of "train" or "val", by number -> their tokens (B, T) int64 on the device,
+        """Numbers (B,) of windows of "train" or "val" -> their tokens (B, T) int64 on the device,
         and how many of each are to be predicted (B,)."""
         ids = self.ids[part]
         starts = to_device(windows * self.T + offset, ids.device)[:, None]  # (B, 1)
@@ -215,9 +215,9 @@ class Corpus:
 
 # ---- Model: a pre-norm bidirectional transformer
 #
-# Its input is a View (support/view.py): ids of tokens; `at`, their positions; `rows`, where to
-# predict; and what variants need: `causal`, `sees` (the spans to which each position attends; None:
-# all), `cache` (keys and values of earlier blocks). `ops` are the kernels, Triton's or PyTorch's.
+# Its input is a View (support/view.py): `ids` of tokens; `at`, their positions; `rows`, where to
+# predict; and for variants `causal`, `sees` (the span to which each position attends; None: all),
+# and `cache` (keys and values of earlier blocks). `ops` are the kernels, Triton's or PyTorch's.
 class Layer(nn.Module):
     def __init__(self, config, attends=True):
         super().__init__()
@@ -239,8 +239,8 @@ class Layer(nn.Module):
     def conv_mlp(self):  # (k, C) taps of the convolution before the MLP
         return None if self.conv is None else self.conv[-1]
 
-    # RMSNorm, plus a depthwise convolution of it (zero at first): it mixes neighbors where no
-    # attention does.
+    # RMSNorm, plus a depthwise convolution of it (zero at first). It mixes neighbors in layers
+    # without attention, too.
     def norm_attention(self, x, view, ops):
         return ops.norm_conv(x, self.conv_attention, view.causal, view.sees)
 
@@ -248,8 +248,8 @@ class Layer(nn.Module):
         return ops.norm_conv(x, self.conv_mlp, view.causal, view.sees)
 
     def before_mlp(self, x, cos, sin, view, ops):
-        """Attention; returns the residual stream and the input of the MLP. A method of its own, so
-        that the halves of a layer can be compiled apart (support/run/compiling.py)."""
+        """Attention; returns the residual stream and the input of the MLP. A separate method, so
+        that attention and MLP can be compiled separately (support/run/compiling.py)."""
         B, T, C = x.shape
         if self.qkv is not None:
             h = self.norm_attention(x, view, ops)
@@ -264,7 +264,7 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(F.relu(self.up(h), inplace=True).square()))
 
     def forward(self, x, cos, sin, view, ops, rows=None):
-        """rows: flat positions, of any shape, where the last layer's output is needed."""
+        """rows: flat positions, of any shape, at which the last layer's output is needed."""
         x, h = self.before_mlp(x, cos, sin, view, ops)
         if rows is not None:
             x, h = (z.flatten(0, 1).index_select(0, rows.flatten()) for z in (x, h))
@@ -273,7 +273,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A View of tokens and [MASK] in, logits of V tokens out; [MASK] is the last row of `embed`."""
+    """A View of tokens and [MASK] -> logits of V tokens; [MASK] is the last row of `embed`."""
 
     Layer = Layer
 
@@ -313,7 +313,7 @@ class Model(nn.Module):
         x, cos, sin = self.inputs(view)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too: it is memory-bound
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # A sampler's KV cache stands in for the ops: it computes attention and convolution itself.
+        # A sampler's KV cache replaces the ops: it computes attention and convolution itself.
         ops = view.cache or self.ops
         for layer in self.layers[:-1]:
             x = layer(x, cos, sin, view, ops)
@@ -322,7 +322,7 @@ class Model(nn.Module):
 
     def forward(self, view, targets=None, weights=None):
         """Logits, float32: (n, V) at view.rows, or (B, N, V). With targets (n,) and their weights
-        (n,) the loss: the sum of weight * cross-entropy."""
+        (n,), the loss: the sum of weight * cross-entropy."""
         h = self.features(view)
         W = self.embed.weight[:-1] if self.head is None else self.head.weight  # (V, C)
         if targets is None:
@@ -341,15 +341,15 @@ class Model(nn.Module):
 # Their integral over t is the same number: l is uniform on {0..T}, t given l is Beta(l + 1, T - l
 # + 1), so E[1/t | l] = (T + 1) / l, and l = 0 adds nothing. Drawing l has less variance.
 class MaskedDiffusion:
-    """The default: mask l tokens of a text, predict them, average. variants/ has what wraps it; a
-    variant is a file there, and its name in VARIANTS (variants/__init__.py).
+    """The default: mask l tokens of a text, predict them, average. A variant that wraps it is a
+    file in variants/, listed in VARIANTS (variants/__init__.py).
 
-    T: tokens of a text: a window of the corpus (or a block of one, in variants). batch_size: texts
-    in a step's batch, over all ranks. samples (B,): their numbers in that batch.
+    T: tokens in a text, which is a window of the corpus (in variants, or a block of one).
+    batch_size: texts in a step's batch, over all ranks. samples (B,): their numbers in that batch.
     """
 
-    metric = "nelbo"  # what `evaluate` estimates; "nll": exactly, each token given those before it
-    n_texts = 1  # texts in a window, each masked on its own; in variants the blocks of a window
+    metric = "nelbo"  # what `evaluate` estimates; "nll": exact, each token given those before it
+    n_texts = 1  # texts per window, each masked separately; in variants, the blocks of a window
     end_id = -1  # the id of [END] if it is never predicted, because lengths are given; else -1
     steps_are_alike = True  # whether steps differ only in values: then CUDA graphs can replay them
 
@@ -357,23 +357,23 @@ class MaskedDiffusion:
         self.config = config
         self.seed = config.seed
         self.mask_id = mask_id
-        # What pads a sampler's window: [MASK], as what follows is unknown; [END], if a text's
-        # length is known before it is written.
+        # What pads a sampler's window: [MASK], because later text is unknown; or [END], if the
+        # length of a text is known before it is written.
         self.pad_id = mask_id
         self.T = config.block_size
         self.batch_size = config.batch_size
         self.rate_margin = variants.rate_margin(config)  # 0 for variants with rates of their own
 
     def mask_counts(self, step, margin_scale, samples, lengths):
-        """(B,) the number l of tokens to mask in texts with `lengths` (B,) tokens to predict: T.
+        """(B,) the number l of tokens to mask in texts with `lengths` (B,) tokens to predict (T).
 
         margin_scale: factor on --rate_margin. The margin is the share of the mask rates that is
-        left out at each end: with 0.5, in the first half of a run, l is T / 2 or T / 2 + 1; with 0
-        it is uniform on {1..T}.
+        left out at each end: with 0.5, as in the first half of a run, l is T / 2 or T / 2 + 1; with
+        0, it is uniform on {1..T}.
 
         Neighbors get l and T + 1 - l, so B texts mask exactly B (T + 1) / 2 tokens, and shapes are
         static. (Micro-batches begin with an even sample. Variants with shorter texts mask fewer,
-        and have a `batch` of their own.)
+        and have their own `batch`.)
         """
         # A fraction u of the text for each pair of neighbors: one from each of batch_size / 2 equal
         # ranges, in random order.
@@ -388,7 +388,7 @@ class MaskedDiffusion:
         return count
 
     def view(self, xt, x0=None, rows=None):
-        """What the network is shown of xt (B, T), tokens and [MASK]: each position sees all.
+        """The network's input for xt (B, T), tokens and [MASK]; each position sees all others.
 
         x0 (B, T): the text without masks, which variants/blocks.py shows too. rows: where to
         predict.
@@ -396,14 +396,14 @@ class MaskedDiffusion:
         return View(xt, torch.arange(xt.shape[1], device=xt.device), rows=rows)
 
     def batch(self, ops, x0, counts, step, samples, seed=None, scored=None):
-        """What to predict of texts x0 (B, T): a Batch. counts (B,): l, how many to mask.
+        """The Batch to predict for texts x0 (B, T). counts (B,): l, how many tokens to mask.
 
-        The masks depend on (seed, step, sample) alone. Only an evaluation gives a seed, for masks
+        The masks depend only on (seed, step, sample). Only evaluations pass a seed, for masks
         that are the same in all runs, and scored (B, T) bool: only these tokens are masked.
         """
         B, T = x0.shape
-        # 1. Mask exactly l tokens of each text. rows (B T,): where they are in the flat batch, the
-        # first n_rows of them; the rest is padding, -1. count: l, or all that may be masked.
+        # 1. Mask exactly l tokens of each text. rows (B T,): their places in the flat batch, in the
+        # first n_rows entries; the rest is padding, -1. count: l, or all that may be masked.
         key = (self.seed if seed is None else seed, step, samples)
         given = None if scored is None else ~scored
         xt, count, rows, n_rows = ops.mask_tokens(x0, counts, self.mask_id, *key, given)
@@ -423,7 +423,7 @@ class MaskedDiffusion:
         return network(batch.view, batch.targets, batch.weights)
 
     def texts(self, x0, step, samples):
-        """The texts (B, T) to train on, of windows x0 (B, T). (A variant may rewrite them.)"""
+        """The texts (B, T) to train on, for windows x0 (B, T). (A variant may rewrite them.)"""
         return x0
 
     def scored_mask(self, x0):
@@ -435,7 +435,7 @@ class MaskedDiffusion:
         return [(range(T), steps)]
 
     def cache(self):
-        """What a sampler keeps of the pieces that are written, or None."""
+        """A cache for pieces that a sampler has written, or None."""
         return None
 
     def notes(self):
@@ -443,11 +443,11 @@ class MaskedDiffusion:
         return []
 
 
-# ---- Step: texts and masks are drawn, the loss and its gradients, the update
+# ---- Step: draw texts and masks, compute the loss and its gradients, update
 #
-# A Run has the model, its corpus and optimizers, and an engine, which says how a step is computed:
-# engine.network is the model as it is trained (compiled, in DDP), and engine.call(f, run) calls
-# f(run), or on a GPU replays it as a CUDA graph (support/run/run.py).
+# A Run has the model, its corpus and optimizers, and an engine, which decides how a step is
+# computed: engine.network is the model as it is trained (compiled, in DDP), and engine.call(f, run)
+# calls f(run), or on a GPU replays it as a CUDA graph (support/run/run.py).
 def draw_batch(run, step, margin_scale, samples):
     """Texts (B, T), counts of masks (B,), step and samples, on the device. samples (B,): numbers in
     the step's batch, of all ranks and micro-batches. After this there is no host sync."""
@@ -504,7 +504,7 @@ def train_step(run, step, progress):
     norm = run.engine.call(clip, run)
     run.pending[step] = torch.stack((loss, norm))
     if not devices.is_async(run.device):
-        run.check_finite()  # before the update; on a GPU later, as reading would make Python wait
+        run.check_finite()  # before the update; on a GPU later, because reading would block Python
     run.engine.call(update, run)  # the optimizers' step, then the EMA
 
 
@@ -519,8 +519,8 @@ def generate(
     """Fill the [MASK] positions of x (B, T) in `steps` network calls, or fewer; returns (B, T).
 
     Going from time s / steps to (s - 1) / steps, each masked position is revealed with probability
-    1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). A model of blocks writes them
-    one after another, each in at least one call.
+    1 / s, and drawn from the model (Sahoo et al., 2406.07524, eq. 7). A model of blocks writes one
+    block after another, each in at least one call.
     """
     check_reversing(model, x, steps)
     x = x.clone()
@@ -541,7 +541,7 @@ MAX_LOGITS = 1 << 27  # computed at once: 512 MiB in float32
 
 
 def score(model, batch, T, sums, observe=None):
-    """Add the tokens of a Batch of windows (B, T) to `sums` (4, B, n) of their texts: of weight,
+    """Add the tokens of a Batch of windows (B, T) to `sums` (4, B, n) over their texts: weight,
     weight * CE, weight * (top-1 is right), and weight * CE of a window's first token."""
     n_parts = math.ceil(T * model.vocab_size / MAX_LOGITS)  # a window may have too many logits
     for part in batch.without_padding().split(n_parts):
@@ -565,21 +565,22 @@ def evaluate(
 ) -> dict:
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
-    `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound of
+    `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound on
     the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: the mean of each window
     (W,), and its number of tokens; `by_mask`: tokens masked and their mean CE, (passes, W) lists
     (not for blocks); `ce`, `accuracy` (top-1): by tenths of the mask rate. (For an autoregressive
-    model `nll`, and `ar_shifted`: without the first token of each window.)
-    observe(at, targets, logits): sees each batch, (n,) places in the flat windows, (n,), (n, V).
-    deadline: time.monotonic() after which no further batch begins; a partial result is fair, as
-    each batch has windows from all over the text. scored (W, T) bool: mask and score only these.
+    model, `nll` instead of `nelbo`, and `ar_shifted`: without the first token of each window.)
+    observe(at, targets, logits): called for each batch: (n,) places in the flat windows, (n,), and
+    (n, V). deadline: time.monotonic() after which no further batch begins; a partial result is
+    fair, because each batch has windows from all over the text. scored (W, T) bool: mask and score
+    only these tokens.
     """
     scored = check_evaluation(model, windows, scored)
     W, T = windows.shape
     objective = model.objective
-    n = objective.n_texts  # of a window, each masked on its own
+    n = objective.n_texts  # per window, each masked separately
     # 1. How many tokens of each text to mask: spread evenly over windows and passes.
-    is_exact = objective.metric == "nll"  # then all are predicted in one pass
+    is_exact = objective.metric == "nll"  # then all tokens are predicted in one pass
     lengths = scored.unflatten(1, (n, -1)).sum(2).cpu()  # (W, n)
     counts = lengths[None] if is_exact else stratified_counts(lengths, int(passes), int(seed))
     sums = torch.zeros(4, *counts.shape, dtype=torch.float64)  # (4, passes, W, n)
@@ -619,16 +620,16 @@ def make_model(
 
 
 def ready(model, device):
-    """A model to predict with, or to train in a loop of one's own: model(ids) works too."""
+    """A model for predictions, or for your own training loop: model(ids) works too."""
     model.register_forward_pre_hook(to_view, with_kwargs=True)
     return model.to(device)
 
 
 def new(text: str, tokenizer: str = "char", **settings) -> tuple[Model, Tokenizer, Config]:
-    """(model, tokenizer, config), untrained, for a training loop of one's own; `save` keeps it.
+    """(model, tokenizer, config), untrained, for your own training loop; `save` saves it.
 
-    tokenizer: char, byte, word, bpe, which learns from the text, or the path of a tokenizer.json.
-    settings: those of Config, such as n_layer=2; the preset of the device sets the others.
+    tokenizer: char, byte, word or bpe, built from the text, or the path of a tokenizer.json.
+    settings: fields of Config, such as n_layer=2; the preset of the device sets the others.
     """
     default = dict(device="cpu", tokenizer=tokenizer, data="a text of mdlm.new")
     config = run_config.new(Config, default | settings)
@@ -650,10 +651,10 @@ def load(
 ) -> tuple[Model, Tokenizer, Config]:
     """(model, tokenizer, config) of a checkpoint or a run (its latest one), ready to predict.
 
-    Given several, a list of folders or "A,B", the model predicts the mean of their probabilities.
+    For several, a list of folders or "A,B", the model predicts the mean of their probabilities.
 
-    Weights are float32: the averaged ones, with --ema. kernel: auto, triton or torch. whole: load
-    a model of blocks trained with --infill_share as one without blocks, which sees text after gaps.
+    Weights are float32, with --ema the averaged ones. kernel: auto, triton or torch. whole: load a
+    model of blocks trained with --infill_share as one without blocks, which sees text after gaps.
     trust_remote_code: run the code that came with its network; nothing else is run or unpickled.
     Raises UserError, a ValueError, unless the checkpoint is intact.
     """
@@ -666,7 +667,7 @@ def load(
             config.block_length = 0
         tokenizer = tokenizer_of(folder)
         network = open_network(config, folder)
-        checkpoint.check_size(folder, config, tokenizer, network)  # before memory is taken
+        checkpoint.check_size(folder, config, tokenizer, network)  # before allocating memory
         ops = select_kernels(kernel, device, config)
         model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, pretrained=network)
         model.load_state_dict(checkpoint.read_weights(folder, model))
@@ -727,13 +728,13 @@ def show_samples(run, calls):
 
 
 def set_up(session):
-    """The Run of a session: new, from the weights of --init_from, or from a checkpoint."""
+    """The Run of a session: new, with the weights of --init_from, or from a checkpoint."""
     pretrained, source = session.open_source(load)
     ids = session.open_data(pretrained, source)
     corpus = variants.open_corpus(Corpus, ids, session.config, session.machine.device)
     run = make_run(session.config, corpus, session.machine, pretrained)
     session.begin(run, source)  # loads the weights, or on --resume all that a checkpoint has
-    if compiling.prepare_engine(run):  # the first call compiles: now, not during the first step
+    if compiling.prepare_engine(run):  # the first call compiles; do it now, not in the first step
         compute_gradients(run, run.step, 0.0)
         run.model.zero_grad()
     return run
@@ -771,7 +772,7 @@ def train(given, start):
 
 
 def main(argv, start=None):
-    """Run the command with these flags, from start on (time.monotonic(); None: now)."""
+    """Run the command with these flags; start: its time.monotonic() (None: now)."""
     given = run_config.parse(Config, argv, __doc__)
     return train(given, time.monotonic() if start is None else start)
 

@@ -1,16 +1,16 @@
 """Sample from a trained model: generate text, continue a prompt, fill gaps, watch it happen.
 
     python sample.py                                    # a text from nothing
-    python sample.py "ROMEO:" --length=600              # continue a beginning
+    python sample.py "ROMEO:" --length=600              # continue a prompt
     python sample.py "To be███"                         # each █ is a token
-    python sample.py --infill "To [___], or not to be"  # an unknown length
+    python sample.py --infill "To [___], or not to be"  # a gap of unknown length
     python sample.py --fix=letter.txt                   # find mistakes, show what to change
-    python sample.py --watch --html=page.html           # see it, and keep it
+    python sample.py --watch --html=page.html           # watch it, and keep it
 
-Gaps get the likeliest of all fills, by a search (support/infill/search.py). All else is drawn, by
-one loop with two moves. Reveal: draw some of the tokens that are still [MASK]. Correct: mask some
-that were drawn, and draw them again beside all the others. What is drawn in one call is far apart,
-where tokens hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
+Gaps get their most likely fill, by a search (support/infill/search.py). Other text is drawn, by a
+loop with two moves. Reveal: draw some of the tokens that are still [MASK]. Correct: mask some that
+were drawn, and draw them again given all the others. The tokens drawn in one call are far apart,
+where they hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
 """
 
 from nanomdlm.support.cli import entry, terminal
@@ -88,7 +88,7 @@ DOUBT_PER_CALL = 0.3
 
 
 class Order(NamedTuple):
-    """What to reveal first: the masks with the highest score, equal ones by a random number."""
+    """What to reveal first: the masks with the highest score, ties broken at random."""
 
     meaning: str
     # (i (B, T): which mask of the text it is, u (B, 1) in [0, 1)) -> (B, T)
@@ -98,15 +98,15 @@ class Order(NamedTuple):
 
 ORDERS = {
     "spread": Order("far apart", lambda i, u: -reversed_bits((i + (u * 2**16).long()) % 2**16)),
-    "ancestral": Order("each alike, the exact reverse process"),
-    "random": Order("any, a fixed number"),
+    "ancestral": Order("the exact reverse process"),
+    "random": Order("at random, a fixed number"),
     "left_to_right": Order("the leftmost", lambda i, u: -i),
     "one_shot": Order("all in one step"),
     # Draw at every mask, keep the likeliest draws (MaskGIT, 2202.04200; LLaDA, 2502.09992).
     "confidence": Order("likely draws", lambda p, token: p.gather(1, token[:, None])[:, 0], True),
-    "max_prob": Order("a likely best token", lambda p, token: p.amax(1), True),
+    "max_prob": Order("where the top token is most probable", lambda p, token: p.amax(1), True),
     "margin": Order(
-        "a best token far before the next", lambda p, token: top2_margin(p.exp()), True
+        "where it leads the second by most", lambda p, token: top2_margin(p.exp()), True
     ),
     "entropy": Order("low entropy", lambda p, token: -torch.special.entr(p.exp()).sum(1), True),
 }
@@ -121,19 +121,19 @@ Caution = Annotated[float, Bounds(-1000, 1000)]
 class SamplerSettings:
     """How to write it."""
 
-    steps: Natural = 0  # network calls for a context of text at most (0: 32, or 8 per block)
+    steps: Natural = 0  # maximum network calls per context of text (0: 32, or 8 per block)
     correct: str = "auto"  # how many of them redraw tokens, after all are drawn; auto: half
     redraw: Literal["low_confidence", "sweep"] = "low_confidence"  # least likely, or all in turn
-    spacing: Count = 3  # least distance between tokens that one call redraws
+    spacing: Count = 3  # minimum distance between tokens that one call redraws
     order: OrderName = "auto"  # what to reveal first (see above)
     threshold: Share = 0.0  # reveal all above this probability, and at least one (0: off)
-    entropy_bound: Amount = 0.0  # reveal while the entropies' sum is at most this, in nats (0: off)
+    entropy_bound: Amount = 0.0  # reveal while the sum of entropies is at most this, nats (0: off)
     block: Natural = 0  # finish this many tokens before the next (0: all, or half a context)
-    temperature: Factor = 1.0  # below 1: likelier tokens; 0: the likeliest; above 1: varied ones
+    temperature: Factor = 1.0  # below 1: likelier tokens; 0: the likeliest; above 1: more varied
     top_k: Natural = 0  # draw only from the k likeliest tokens (0: from all)
     top_p: Probability = 1.0  # draw only from the likeliest tokens with this total probability
-    cfg: Factor = 0.0  # strength of guidance by the given text (0: none); doubles the calls
-    seed: Seed = 0  # of all random numbers; the same seed gives the same text
+    cfg: Factor = 0.0  # strength of guidance by the given text (0: off); doubles the calls
+    seed: Seed = 0  # random seed; the same seed gives the same text
 
 
 @dataclass
@@ -141,17 +141,19 @@ class TextFlags:
     """What to write."""
 
     out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
-    prompt: Text = ""  # beginning of the text, which stays as it is
+    prompt: Text = ""  # beginning of the text, which stays unchanged
     infill: str = ""  # text with gaps: █ is a token to fill, [___] a gap of any length (-: stdin)
-    batch: Reads = ""  # file with a text with gaps on each line (-: stdin); writes JSON lines
-    length: Natural = 0  # tokens of the text, prompt included (0: the context, or drawn)
-    num_samples: Natural = 0  # texts to write (0: one; with gaps the likeliest)
+    batch: Reads = ""  # file with one text with gaps per line (-: stdin); writes JSON lines
+    length: Natural = 0  # length of the text in tokens, prompt included (0: the context, or drawn)
+    num_samples: Natural = 0  # texts to write (0: one; with gaps, the likeliest)
     candidates: Natural = 0  # show this many of the likeliest fills, with scores (0: 3)
     max_gap: Context = 16  # longest fill of [___], in tokens
-    fix: Reads = ""  # proofread this text file (-: stdin); the file stays as it is
-    output: Writes = ""  # write the text of --fix with its changes here (-: stdout)
-    caution: Caution = 0.0  # nats that a change of --fix must gain beyond the default
-    compare: str = ""  # NAME=VALUE,VALUE,...: a table of texts with each value of a setting
+    fix: Reads = ""  # proofread this text file (-: stdin), without changing it
+    output: Writes = ""  # write the text corrected by --fix here (-: stdout)
+    caution: Caution = 0.0  # additional gain, in nats, that a change of --fix needs
+    compare: str = (
+        ""  # NAME=VALUE,VALUE,...: compare texts with each value of a setting, in a table
+    )
 
 
 @dataclass
@@ -175,7 +177,7 @@ GROUPS = (TextFlags, SamplerSettings, OutputFlags)
 SETTINGS = [field.name for field in fields(SamplerSettings)]
 
 
-class Step(NamedTuple):  # what a step of `unmask` did to a batch
+class Step(NamedTuple):  # one step of `unmask` for a batch
     number: int  # 1 for the first
     x: torch.Tensor  # (B, T) ids after it
     drawn: torch.Tensor  # (B, T) bool: revealed or corrected in this step
@@ -190,8 +192,8 @@ def uniform(seed, step, samples, at):
 
 
 def uniforms(seed, steps, samples, at):
-    """Yields `uniform` of each of a range of steps. Several are computed at once: of short texts
-    the number of operations counts, not their size."""
+    """Yields `uniform` for each of a range of steps. Several are computed at once: for short texts,
+    the number of operations matters, not their size."""
     device = samples.device
     some = max(1, (1 << 12) // max(1, len(samples) * len(at)))
     for first in range(steps.start, steps.stop, some):
@@ -210,7 +212,7 @@ def resolve(settings, model):
     is_causal = abilities.is_causal(model)
     if settings.block > config.block_size:
         what = f"block={settings.block}"
-        raise UserError(f"{what} is more than the context of {config.block_size}; give less")
+        raise UserError(f"{what} exceeds the context of {config.block_size}; give less")
     n = model.objective.n_texts
     is_adaptive = adaptive.rule_of(settings) is not None
     steps = 1 if settings.order == "one_shot" else settings.steps or max(32, 8 * n)
@@ -246,7 +248,7 @@ def resolve(settings, model):
 def from_keywords(keywords, model):
     """Resolved SamplerSettings of a Python caller; UserError for what is wrong."""
     if unknown := keywords.keys() - set(SETTINGS):
-        raise UserError(f"{shown(min(unknown))} is no setting; give {', '.join(SETTINGS)}")
+        raise UserError(f"{shown(min(unknown))} is not a setting; give {', '.join(SETTINGS)}")
     asked = SamplerSettings(**keywords)
     if asked.order == "one_shot" and plain(asked.steps) not in (0, 1):
         raise UserError(f"order=one_shot and steps={asked.steps} contradict each other; give one")
@@ -257,13 +259,13 @@ def from_keywords(keywords, model):
 class Chunk:  # n positions of a text, filled and corrected before the next ones
     at: range  # the positions
     first: int  # number of its first step
-    steps: int  # of the row that needs most
+    steps: int  # of the row that needs the most
     gaps: torch.Tensor  # (B, n) bool: positions to fill
-    reveals: torch.Tensor  # (B,) steps that reveal, at most if that is adaptive; after them
+    reveals: torch.Tensor  # (B,) steps that reveal (adaptive: at most this many), followed by
     corrections: torch.Tensor  # (B,) steps that correct
     index: torch.Tensor  # (B, n) the number of each gap in its row
     u: torch.Tensor  # (B, 2 + steps) random numbers of the row: for its order, for each sweep
-    doubt: torch.Tensor  # (B, n) of each token that was drawn: its surprise, growing with age
+    doubt: torch.Tensor  # (B, n) for each drawn token: its surprise, growing with age
 
     def age(self, drawn, logp, token):
         """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n)."""
@@ -277,7 +279,7 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
         self.reveals = torch.where(is_done, self.reveals.clamp(max=s + 1), self.reveals)
 
     def settled(self, x, mask):
-        """(B,) the place before which rows of x (B, T) can no longer change while it is written."""
+        """(B,) the position before which rows of x (B, T) can no longer change."""
         is_open = x[:, self.at.start : self.at.stop] == mask
         first = torch.where(is_open.any(1), is_open.int().argmax(1), len(self.at))
         return self.at.start + torch.where(self.corrections > 0, 0, first)
@@ -331,10 +333,11 @@ def count_to_reveal(settings, chunk, s, masked, noise):
 
 
 def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
-    """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row, at least where
+    """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row, or at least k if
     the number is adaptive.
 
-    logp (m, V), token (m,): what the network says there, for orders that need it; all before.
+    logp (m, V), token (m,): the network's predictions there, for orders that need them; until they
+    are given, such orders return all positions.
     """
     order = ORDERS[settings.order]
     if order.network_first and logp is None:
@@ -350,8 +353,8 @@ def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
 
 
 def keep_best(settings, chunk, masked, corrected, noise, k, logp, token):
-    """Of what was drawn at the positions `masked` and `corrected` (B, n), all corrections and the k
-    (B,) best others: their positions (B, n), log p (m, V) and tokens (m,)."""
+    """Keep, among the draws at `masked` and `corrected` (B, n), all corrections and the k (B,) best
+    others: their positions (B, n), log p (m, V) and tokens (m,)."""
     if not masked.any():  # a call that corrects: all of it is kept
         return corrected, logp, token
     drawn = masked | corrected
@@ -364,9 +367,9 @@ def keep_best(settings, chunk, masked, corrected, noise, k, logp, token):
 def to_correct(settings, chunk, s, filled, noise):
     """(B, n) bool: which of the `filled` positions to draw again in step s.
 
-    low_confidence  those more doubtful than all others nearer than --spacing
-    sweep           every --spacing'th gap, all in turn: blocked Gibbs sampling, which leaves a
-                    Markov chain of a lower order than --spacing exactly alone
+    low_confidence  those more doubtful than all others within --spacing
+    sweep           every --spacing'th gap, all in turn: blocked Gibbs sampling, which leaves the
+                    distribution of a Markov chain of a lower order than --spacing unchanged
     """
     c = s - chunk.reveals  # (B,) number of the correction
     is_turn = (c >= 0) & (c < chunk.corrections)
@@ -391,7 +394,7 @@ def places(allowed, x):
 
 
 def exclude(logits, drawn, at, forbid, allowed):
-    """Set those of logits (n, V) to -inf that must not be drawn: ids in forbid, and others than in
+    """Set logits (n, V) of tokens that must not be drawn to -inf: ids in forbid, and ids not in
     `allowed` (see `places`). drawn: (B, len(at)) bool, n places in the range `at` of positions."""
     if forbid:
         logits[:, forbid] = -math.inf
@@ -416,16 +419,16 @@ def unmask(
 
     fill      (B, T) bool: fill only these; other [MASK] positions stay, as unseen text
     samples   (B,) the rows' numbers (0 .. B-1); draws depend on seed, number, step and position
-    end_id    the id of [END], if there is one: all that follows a drawn [END] becomes [END]
+    end_id    the id of [END], if there is one: everything after a drawn [END] becomes [END]
     forbid    ids that are never drawn (None is ignored)
-    allowed   {position: (V,) bool, the ids that may be drawn there}; others may have any
-    memo      a calls.Memo: a text that the network has seen costs no call
+    allowed   {position: (V,) bool, the ids that may be drawn there}; elsewhere any may be drawn
+    memo      a model_calls.Memo: a text that the network has seen costs no call
     matches   {position: matching(pattern, length, tokenizer)}: the tokens of the gap that begins
               there match
-    settings  SamplerSettings by name; ValueError if one cannot be followed
+    settings  SamplerSettings by name; ValueError if one cannot be used
 
     T may exceed the context: the model then sees the last positions up to the end of a chunk, half
-    a context by default. Each token of an autoregressive model takes a call.
+    a context by default. An autoregressive model needs one call per token.
     """
     may_draw = (end_id, forbid, allowed)
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
@@ -436,7 +439,7 @@ def unmask(
 
 
 def constraints_of(model, x, matches, end_id):
-    """What take_steps needs of gaps that must match: (drawing.Constraints, a function to draw)."""
+    """The constraints that take_steps needs for gaps that must match."""
     if not matches:
         return ()
     return products.drawing().everywhere(model, x, matches, end_id)
@@ -506,7 +509,7 @@ def take_steps(
                 draw_matching = products.drawing().draw_matching
                 draw_matching(constraints, x, *asking, logits, u[asked], rule, token, logp)
                 token, logp = token[drawn[asked]], logp[drawn[asked]]
-            # 3. Keep it; if the order had to wait for the network, the best of it.
+            # 3. Keep all draws, or the best if the order needs the network's predictions.
             if ORDERS[settings.order].network_first:
                 both = (logp, token)
                 drawn, logp, token = keep_best(settings, chunk, masked, corrected, noise, k, *both)
@@ -536,13 +539,13 @@ def generate(
 ) -> torch.Tensor:
     """Fill the [MASK] positions of x (B, T) as `unmask` does and return the ids (B, T).
 
-    seed is the key of the random numbers; without it a generator gives one (None: torch's own).
-    A row depends on the seed and its number in `samples`, not on its batch.
+    Without a seed, one is drawn from the generator (None: torch's own). A row depends on the seed
+    and its number in `samples`, not on its batch.
     """
     may_draw = (end_id, forbid, allowed)
     samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
     if "memo" in settings:
-        raise UserError("memo is for unmask; generate has one of its own, so leave it out")
+        raise UserError("memo is for unmask; generate has its own, so leave it out")
     is_seeded = "seed" in settings
     settings = from_keywords(settings, model)
     if not is_seeded:
@@ -572,12 +575,12 @@ SHORT = 16  # tokens; draws for longer gaps hardly ever come to the same text
 
 
 def merge_calls(model, fill):
-    """(Memo, rows to draw at once) where many rows have short gaps, else (None, None)."""
+    """(Memo, rows to draw at once) if many rows have short gaps, else (None, None)."""
     longest = max([0, *fill.sum(1).tolist()])
     if model.objective.n_texts > 1 or longest > SHORT:
         return None, None
-    most = (1 << 24) // (model.vocab_size * max(1, longest))  # 2^24 logits a step
-    return Memo(), max(most, group_size(model, fill.device))
+    limit = (1 << 24) // (model.vocab_size * max(1, longest))  # 2^24 logits per step
+    return Memo(), max(limit, group_size(model, fill.device))
 
 
 # ---- Texts in, texts out
@@ -586,7 +589,7 @@ class Written(NamedTuple):
 
     segments: list  # with the lengths of all gaps
     ids: list
-    drawn: torch.Tensor  # (T,) float64, log p of each token when it was drawn last; NaN: given
+    drawn: torch.Tensor  # (T,) float64, log p of each token when it was last drawn; NaN: given
     calls: int
     parts: list  # (text, whether it was filled) of each segment
 
@@ -598,8 +601,8 @@ class Written(NamedTuple):
 class Rows:
     """Some rows of one text, while they are written.
 
-    segments: with known lengths. is_template: it ends where the template ends; else [END] may end
-    it. has_length: of documents, the length is as given, not drawn.
+    segments: with known lengths. is_template: the text ends where the template ends; otherwise
+    [END] may end it. has_length: for documents, the length is given, not drawn.
     """
 
     def __init__(self, writer, segments, samples, is_template, has_length=False, memo=None):
@@ -641,7 +644,7 @@ class Rows:
             yield step
 
     def written(self):
-        """[Written] of all rows; UserError if one does not match as it is shown."""
+        """[Written] of all rows; UserError if a displayed text does not match its pattern."""
         tokenizer = self.writer.tokenizer
         made = []
         for ids, drawn, calls in zip(self.x.tolist(), self.drawn, self.calls.tolist()):
@@ -666,21 +669,21 @@ class Writer:
         self.device = device_of(model)
 
     def segments(self, text, length=0):
-        """(the segments of a text, whether it is a template); length: tokens, if it is not."""
+        """(the segments of a text, whether it is a template); length: in tokens, if it is not."""
         config = self.model.config
         text = arguments.check_text("" if text is None else text)
         if not templates.is_template(text, self.tokenizer):
             return of_prompt(text, self.tokenizer, length, config), False
         if config.prompt_column:
-            fix = "it answers prompts, so give only one"
-            raise UserError(f"{text[:40]!r} has gaps, and this model fills none: {fix}")
+            fix = "it answers prompts, so give only a prompt"
+            raise UserError(f"{text[:40]!r} has gaps, which this model cannot fill: {fix}")
         if length:
-            fix = "leave one out"
+            fix = "leave one of them out"
             raise UserError(f"length={length} and a template, which has its own length; {fix}")
         return parse(text, self.tokenizer, config.block_size), True
 
     def check(self, segments):
-        """Raise UserError for gaps that this model cannot draw, as it does not see what follows."""
+        """Raise UserError for gaps that this model cannot draw, not seeing what follows."""
         x = torch.tensor([to_ids(segments, self.tokenizer, self.model.mask_id)])
         arguments.check_gaps(self.model, x, x == self.model.mask_id)
 
@@ -710,7 +713,7 @@ class Writer:
             gaps = [segment for segment in segments if segment.is_gap]
             if abilities.is_causal(self.model) or any(gap.pattern or gap.choices for gap in gaps):
                 return self.write(segments, n, True)
-            # The surest token a call is nearer to the best fill than most draws are
+            # Filling the surest token in each call gets closer to the best fill than most draws
             # (results/infilling.md).
             steps = sum(gap.size for gap in gaps)
             if deadline < math.inf:
@@ -736,8 +739,8 @@ def write(
     """Write n texts: a list of str. settings: as in `generate`.
 
     text    None: a text from nothing; "To be███" or "To [___] be": fill it; else its beginning.
-            A list of them: n texts of the first, then n of the second, and so on
-    length  tokens of a text that is no template (0: the context, or drawn for documents)
+            For a list: n texts for the first, then n for the second, and so on
+    length  tokens of a text that is not a template (0: the context, or drawn for documents)
     """
     rows = write_rows(model, tokenizer, text, n, length, generator, max_gap, settings)
     return [row.text for row in rows]
@@ -756,7 +759,7 @@ def write_with_logprobs(
 ) -> list[tuple[str, list[TokenLogprob]]]:
     """The texts that `write` returns for these arguments, each with its tokens' log-probabilities.
 
-    k       how many of the likeliest tokens are named at each place
+    k       how many of the likeliest tokens to return at each position
 
     A token's `drawn` is log p of its last draw, given what the network saw then, at temperature 1,
     and with guidance if there is one.
@@ -795,19 +798,19 @@ def search(
     limit: int = filling.LIMIT,
     seconds: float = math.inf,
 ) -> Candidates:
-    """The likeliest of all fills of a template, as filling.Candidates: a list, the best first.
+    """The most likely fills of a template, as filling.Candidates: a list, best first.
 
     text     "To be███", "To [___] be", "My [___|name|sword]": as for --infill
     top      how many fills
     max_gap  the longest fill of [___], in tokens
-    limit    sequences that the search may compute
-    seconds  after which it ends. Lengths are compared before it, and a list always has a fill
+    limit    maximum number of sequences that the search computes
+    seconds  time limit. Comparing lengths comes before it, and the list always has a fill
 
     Each candidate has `text`, `fills` (of each gap), `p`, its probability among all fills of its
-    length given the text on both sides, and `logp`, by which they are ranked. (Of autoregressive
-    models, and models of blocks, p is that of the gap and the text after it.) Candidates.proven
-    says that no other fill of the lengths searched is likelier; Candidates.bound is an upper bound
-    of log p of every fill that is not listed.
+    length given the text on both sides, and `logp`, by which they are ranked. (For autoregressive
+    models and models of blocks, p is that of the gap and the text after it.) Candidates.proven says
+    that no other fill of the lengths searched is likelier; Candidates.bound is an upper bound on
+    log p of every fill that is not listed.
     """
     began = time.monotonic()
     top = arguments.whole_number("top", top, 1)
@@ -818,9 +821,7 @@ def search(
     writer = Writer(model, tokenizer, from_keywords({}, model))
     segments, is_template = writer.segments(text)
     if not is_template:
-        raise UserError(
-            f"{text[:40]!r} has nothing to fill; write █ or [___] where text is missing"
-        )
+        raise UserError(f"{text[:40]!r} has no gap; write █ or [___] where text is missing")
     return writer.filling(segments, top, max_gap, deadline=began + seconds).finish(limit)
 
 
@@ -829,8 +830,8 @@ def fix(
 ) -> tuple[str, list]:
     """Proofread a text: (text, changes), the new text and a list of changes.Change.
 
-    caution: nats that a change must gain beyond the default. ValueError for a model that does not
-    see the text on both sides of a token.
+    caution: additional gain, in nats, that a change needs. ValueError for a model that does not see
+    the text on both sides of a token.
     """
     limits = TextFlags(caution=caution)
     check_settings(limits)
@@ -839,11 +840,11 @@ def fix(
 
 # ---- The command line
 CLASHES = [
-    ("infill", "prompt batch length", "a template says by itself what to write"),
+    ("infill", "prompt batch length", "a template determines what to write"),
     ("batch", "prompt length watch html num_samples", "leave one of them out"),
     ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
     ("fix", "prompt infill batch length num_samples candidates watch compare", "it proofreads"),
-    ("watch", "json", "watch one text, or write many for a program"),
+    ("watch", "json", "watch a text, or write JSON for a program"),
     ("compare", "batch candidates watch", "--compare writes texts with several settings"),
     ("compare", "logprobs", "the lines of --compare have no texts"),
     ("compare", "max_gap", "--compare needs gaps of known lengths; leave --max_gap out"),
@@ -851,14 +852,14 @@ CLASHES = [
 
 
 def place_text(given):
-    """Flags of which a text without a flag has become --infill, if it has gaps, or --prompt."""
+    """The flags, with a text without a flag as --infill, if it has gaps, or as --prompt."""
     given = dict(given)
     text = given.pop("text", None)
     if text is None:
         return given
     for name in ("prompt", "infill", "batch", "fix"):
         if name in given:
-            raise UserError(f"{text[:40]!r} is a second text, beside --{name}; give one of them")
+            raise UserError(f"{text[:40]!r} is a second text besides --{name}; give one of them")
     if os.path.exists(text):
         fix = "give it as --out_dir or --batch; if it is a text, as --prompt"
         raise UserError(f"{text!r} is a file or folder; {fix}")
@@ -875,17 +876,19 @@ def check(options, given):
     """Raise UserError for flags that contradict each other; given: those of the command line."""
     check_clashes(CLASHES, given)
     if (options.output, options.json) == ("-", "-"):
-        raise UserError("--output=- and --json=- are both standard output; give a file for one")
+        raise UserError("--output=- and --json=- both mean standard output; give a file for one")
     if options.order == "one_shot" and "steps" in given:
         raise UserError("--order=one_shot and --steps contradict each other; one_shot is one step")
     for name in ("candidates", "max_gap"):
         if name in given and not (options.infill or options.batch):
             raise UserError(f"--{name} needs a template; give --infill or --batch")
     if options.logprobs and not (options.json or options.batch):
-        raise UserError("--logprobs is written to lines of JSON; give --json or --batch")
+        raise UserError("--logprobs is written as JSON; give --json or --batch")
     for name in ("infill", "batch", "html", "json"):
         if given.get(name) == "" or (name, options.html) == ("html", "-"):
-            raise UserError(f"--{name}={given[name]} is no file or text; give one or leave it out")
+            raise UserError(
+                f"--{name}={given[name]} is not a file or text; give one or leave it out"
+            )
     arguments.check_text(options.prompt + options.infill)
     if templates.GAP.search(options.prompt):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
@@ -908,16 +911,16 @@ def load(options, given):
     read = partial(mdlm.load, device=device, whole=gaps, trust_remote_code=trusted)
     folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not (options.prompt or options.fix):
-        raise UserError("this model learned to answer prompts; give --prompt, no template")
+        raise UserError("this model learned to answer prompts; give --prompt, not a template")
     L = config.block_size
     if config.prompt_column and options.length > L:
         fix = f"give at most {L}, or leave it out"
-        raise UserError(f"--length={options.length} is more than prompt and answer may have; {fix}")
+        raise UserError(f"--length={options.length} is too long for a prompt and its answer; {fix}")
     return model, tokenizer, config, folders, replace(options, device=str(device))
 
 
 def show_samples(writer, segments, options, is_template, pages):
-    """Write --num_samples texts: yields (parts, facts) of each, adds to pages what --html plays."""
+    """Write --num_samples texts: yields (parts, facts) of each, and adds to pages for --html."""
     tokenizer, mask = writer.tokenizer, writer.model.mask_id
     n = max(1, options.num_samples)
     size = 1 if options.watch else None
@@ -975,7 +978,7 @@ def show_search(writer, found, options):
 
 
 def attempt(of_batch, function, *arguments):
-    """function(*arguments); of a batch None if it raises a UserError, which is a warning then."""
+    """function(*arguments); in a batch, a UserError becomes a warning, and the result is None."""
     try:
         return function(*arguments)
     except UserError as e:
@@ -986,15 +989,15 @@ def attempt(of_batch, function, *arguments):
 
 
 def answers(writer, todo, options, is_drawn, pages):
-    """Yields (template, [parts, the best first], facts) of all texts to write, in order.
+    """Yields (template, [parts, best first], facts) of all texts to write, in order.
 
-    todo: pairs (template or None, segments); is_drawn: texts are drawn, in place of a search
+    todo: pairs (template or None, segments); is_drawn: texts are drawn instead of searched
     """
     if is_drawn:
         for template, segments in todo:
             if templates.has_open(segments):
                 segments = writer.filling(segments, 1, options.max_gap).finish()[0].segments
-                terminal.warn("all samples have the likeliest length of [___]")
+                terminal.warn("all samples use the most likely length of [___]")
             is_template = template is not None
             for parts, facts in show_samples(writer, segments, options, is_template, pages):
                 yield template, [parts], facts
@@ -1026,7 +1029,7 @@ TOGETHER = 32  # templates whose searches share network calls
 
 
 def segments_of(template, writer, options, is_drawn):
-    """The segments of a template; None: of --prompt. UserError for what cannot be written."""
+    """The segments of a template; None: of --prompt. UserError if it cannot be written."""
     config = writer.model.config
     if template is None:
         segments = of_prompt(options.prompt, writer.tokenizer, options.length, config)
@@ -1036,7 +1039,7 @@ def segments_of(template, writer, options, is_drawn):
         if is_drawn:
             writer.check(segments)
     if options.cfg and all(segment.is_gap for segment in segments):
-        raise UserError("--cfg guides by the given text, and there is none; give some")
+        raise UserError("--cfg guides by the given text, but there is none; give some text")
     return segments
 
 
@@ -1066,7 +1069,7 @@ def compare(options, given, model, tokenizer, folders):
 
 
 def open_lines(options):
-    """A context manager of where the lines of JSON go, or of None."""
+    """A context manager for the file that gets the lines of JSON, or for None."""
     if options.json == "-" or (options.batch and not options.json):
         sys.stdout.reconfigure(encoding="utf-8")  # JSON's, whatever the locale's is
         return contextlib.nullcontext(sys.stdout)
@@ -1074,7 +1077,7 @@ def open_lines(options):
 
 
 def open_batch(options, todo, folders):
-    """(what open_lines returns, what is left to do) of a batch, which goes on if it was stopped."""
+    """(what open_lines returns, what is left to do) of a batch; a stopped batch continues."""
     if not options.json or options.json == "-" or not outputs.is_replaced(Path(options.json)):
         return open_lines(options), todo
     settings = asdict(replace(options, json=""))
@@ -1097,7 +1100,7 @@ def main(argv):
     options = resolve(options, model)  # refuses what the model cannot follow, before reading
     writer = Writer(model, tokenizer, options)
     is_template = bool(options.infill or options.batch)
-    # Flags of the sampler ask for draws in place of the likeliest fills.
+    # Sampler flags ask for draws instead of the likeliest fills.
     is_asked = not options.candidates and bool({*SETTINGS} & given.keys())
     is_drawn = options.num_samples or options.watch or options.html or is_asked or not is_template
     to_segments = partial(segments_of, writer=writer, options=options, is_drawn=is_drawn)

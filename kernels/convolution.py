@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_C = 2048
 MAX_K = 8
 MAX_PROGRAMS = 1024  # of a launch; with more rows, each program processes more of them
-MIN_ROWS = 8  # of a program: it also reads K - 1 rows of its neighbours, to fill its window
+MIN_ROWS = 8  # of a program: it also reads K - 1 rows of its neighbors, to fill its window
 
 
 @jit

@@ -1,6 +1,6 @@
 """Random masking, the forward process of a masked diffusion model.
 
-Every position gets a random 32-bit word, a function of (seed, step, sample, position) alone. The
+Every position gets a random 32-bit word, a function of only (seed, step, sample, position). The
 words come from Philox-4x32-10 (Salmon et al., SC'11), a counter-based generator. So a mask does not
 depend on the batch, the rank, the device or the implementation.
 

@@ -1,4 +1,4 @@
-"""Muon's Newton-Schulz iterations of many small matrices: one launch, a matrix a program.
+"""Muon's Newton-Schulz iterations of many small matrices: one launch, one matrix per program.
 
 With the coefficients (a_i, b_i, c_i) of support/run/muon.py, which names their sources, the
 iterations of a matrix X (K, N), K <= N, are
@@ -106,7 +106,7 @@ _newton_schulz = register("newton_schulz", SCHEMA, _forward, _fake)
 
 
 def is_compiled_right(device):
-    """Whether Triton makes working code for a device: for sm_100, version 3.6 makes a mere trap."""
+    """Whether Triton generates working code for a device: for sm_100, version 3.6 emits a trap."""
     if triton is None or device.type != "cuda":
         return True
     is_new = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 9)

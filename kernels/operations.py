@@ -44,13 +44,13 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
               triton: raise ValueError if Triton cannot run
               torch: PyTorch
     head_dim  n_embd / n_head. The attention kernels support 32 and 64. With any other, attention
-              runs in PyTorch (SDPA; for 128 cuDNN is fast); "triton" accepts of these only 128
+              runs in PyTorch (SDPA; for 128 cuDNN is fast); of these, "triton" accepts only 128
     dtype     of matrix products
     causal    whether the model is autoregressive: then attention runs in PyTorch
     T         tokens of a window: above MAX_OURS, "auto" uses PyTorch for attention without spans
 
     Returns a namespace with name, mask_tokens, attention, norm_conv and linear_cross_entropy.
-    Warns on stderr if an operation that was asked for does not run in Triton.
+    Warns on stderr if a requested operation does not run in Triton.
     """
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"kernels={str(name)[:40]!r} is not accepted; give auto, triton or torch")
@@ -81,7 +81,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
 
 
 def _existing(name):
-    """The torch.device of a name; raise ValueError for what is none, or a GPU that is not there."""
+    """The torch.device of a name; raise ValueError for an invalid name or a missing GPU."""
     with contextlib.suppress(RuntimeError, TypeError):  # what PyTorch raises for other names
         device = torch.device(name)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

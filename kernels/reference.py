@@ -78,7 +78,7 @@ def mask_tokens_ref(
     """
     B, T = x0.shape
     if T > MAX_T:
-        raise ValueError(f"mask_tokens takes at most {MAX_T} positions a row, got {T}")
+        raise ValueError(f"mask_tokens takes at most {MAX_T} positions per row, got {T}")
     words = philox_words(seed, step, sample_ids, T)
     if never_mask is not None:
         words = words.masked_fill(never_mask, 1 << 32)  # larger than every random word
@@ -125,7 +125,7 @@ def linear_cross_entropy_ref(h: Tensor, W: Tensor, targets: Tensor, weight: Tens
 def rotary_tables(T, D):
     """Return cos and sin (T, D/2) of the angles of T positions, for heads of D: float32.
 
-    Whatever torch's default dtype: bfloat16 does not tell position 257 from 256.
+    Always float32, because bfloat16 cannot distinguish position 257 from 256.
     """
     exponents = -torch.arange(0, D, 2, dtype=torch.float32) / D
     angles = torch.arange(T, dtype=torch.float32)[:, None] * 10000.0**exponents
@@ -215,12 +215,12 @@ def masked_fraction(masked, text, spans):
     return (masked / text.clamp(min=1))[..., None]
 
 
-def neighbours(x, left, k, spans):
+def neighbors(x, left, k, spans):
     """Return shifted copies of x (B, T, C), the inputs of a convolution over k positions.
 
     A list of k tensors (B, T, C): for each position, x at `left` positions before it, ..., x at
     k - 1 - left positions after it. 0 at positions outside the sequence or of another document.
-    With block_spans, the left neighbours of a block of masked text are the text of earlier blocks.
+    With block_spans, the left neighbors of a block of masked text are the text of earlier blocks.
     """
     T = x.shape[1]
     padded = F.pad(x, (0, 0, left, k - 1 - left))
@@ -231,7 +231,7 @@ def neighbours(x, left, k, spans):
         if spans.shape[1] > 2:
             half = T // 2
             # The text, aligned with the masked text.
-            text = neighbours(x.roll(half, 1), left, left, None)
+            text = neighbors(x.roll(half, 1), left, left, None)
             for i, z in enumerate(text):
                 shifted[i] = shifted[i] + z * is_visible(spans[:, 2:4], at + i + half)
     return shifted
@@ -245,7 +245,7 @@ def norm_conv_ref(
     spans: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    neighbours: Callable = neighbours,
+    neighbors: Callable = neighbors,
 ) -> Tensor:
     """Normalize rows by their RMS, then add a depthwise convolution over positions.
 
@@ -254,7 +254,7 @@ def norm_conv_ref(
     causal        whether left = k - 1: no later position is seen; else left = k // 2
     spans         int32, from document_spans or block_spans, or None: which positions are seen
     scale, shift  of adaptive normalization, or None; they broadcast to (B, T, C)
-    neighbours    what returns the shifted copies
+    neighbors     what returns the shifted copies
 
     Returns (B, T, C) in the dtype of x.
     """
@@ -266,21 +266,21 @@ def norm_conv_ref(
     weight = weight.to(h.dtype)
     left = len(weight) - 1 if causal else len(weight) // 2
     first, *others = (
-        x * w for x, w in zip(neighbours(h, left, len(weight), spans), weight, strict=True)
+        x * w for x, w in zip(neighbors(h, left, len(weight), spans), weight, strict=True)
     )
     return h + sum(others, first)
 
 
 # ---- Dropout
 def dropped_of(p):
-    """Return the rate of dropout, p in [0, 1), in units of 2^-16; raise ValueError for others."""
+    """Return the dropout rate, p in [0, 1), in units of 2^-16; raise ValueError for other rates."""
     if not 0 <= p < 1:
         raise ValueError(f"a rate of dropout is at least 0 and below 1, not {p}")
     return min(round(p * (1 << 16)), (1 << 16) - 1)
 
 
 def scale_of(dropped):
-    """Return the factor of what is kept: 1 / (1 - q), where q = dropped / 2^16 is the rate."""
+    """Return the factor for kept elements: 1 / (1 - q), where q = dropped / 2^16 is the rate."""
     return (1 << 16) / ((1 << 16) - dropped)
 
 

@@ -58,7 +58,7 @@ def check(sample):
     written = {i for i, is_given in enumerate(given) if is_given}
     for position, token, *_ in (each for frame in frames for each in frame):
         if type(position) is not int or type(token) is not str:
-            raise ValueError("an entry of a frame is no position with its token")
+            raise ValueError("an entry of a frame is not a position with its token")
         written.add(position)
     if type(calls) is not int or len(given) != len(tokens) or written != {*range(len(tokens))}:
         raise ValueError("not all tokens are given or written")
@@ -151,7 +151,7 @@ def draw(sample, theme):
                 picture.add(words % (colors["mask"] if is_break else color), flash, last)
     height = 30 + (1 + max(row for _, row in places)) * HEIGHT + 20
     n = sample["given"].count(False)
-    caption = f"{n} tokens, {sample['calls']} network calls. Bold: given. Colour: when it appeared."
+    caption = f"{n} tokens, {sample['calls']} network calls. Bold: given. Color: when it appeared."
     caption += " Red: corrected."
     longest = max(
         column + max(1, len(token)) for (column, _), token in zip(places, tokens, strict=True)
@@ -185,7 +185,7 @@ def main(argv):
         svg = draw(read_sample(Path(args.page)), "dark" if args.dark else "light")
     except (ValueError, LookupError, TypeError, RecursionError):
         fix = "give a page that sample.py --html wrote"
-        raise errors.UserError(f"{args.page} is no page of sample.py; {fix}") from None
+        raise errors.UserError(f"{args.page} is not a page of sample.py; {fix}") from None
     outputs.write(args.picture, svg.encode())
     return 0
 

@@ -93,7 +93,7 @@ def table_model(xt):
 
 # ---- 1: masking
 # Detects: each token masked with probability l / T (another count), the same mask for every row, a
-# run of neighbours, positions drawn with repeats, the first l tokens, x0 changed in place.
+# run of neighbors, positions drawn with repeats, the first l tokens, x0 changed in place.
 def check_mask(mask):
     T = 8
     x0 = torch.randint(0, 50, (4000, T))
@@ -478,7 +478,7 @@ def check_confidence(confidence):
     demand(len(calls) == 1 and torch.equal(calls[0], x[None]), f"{len(calls)} calls: {hint}")
     demand(result[1] == 1, "a visible token is given, so it is certain: its confidence is 1")
     logits = table_model(x[None])[0]
-    why = "the largest logit is no probability; take the softmax first"
+    why = "the largest logit is not a probability; take the softmax first"
     demand(not torch.allclose(result[[0, 2]].double(), logits.amax(-1)[[0, 2]]), why)
     p = logits.softmax(-1)
     for i in (0, 2):
@@ -702,7 +702,7 @@ def wrong_backwards(p, next, accepts):
         "b[n] is 1 for every state; it is 1 where a state accepts, else 0": backward_by(
             p, next, everywhere, right
         ),
-        f"the largest term is taken in place of the sum: {hint}": one(
+        f"the largest term is taken instead of the sum: {hint}": one(
             p, lambda row, after: (row * after).amax(1)
         ),
         "a state that accepts is counted twice, also before the gap is full: only in b[n]": one(

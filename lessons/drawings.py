@@ -60,7 +60,7 @@ def draw_idea(path, theme):
             ax.text(
                 -0.4, 1.35 * call + 0.5, call, size=8, color=theme.soft, ha="right", va="center"
             )
-    words = "A row for each call. Grey: not written yet. Strong color: new."
+    words = "A row for each call. Gray: not written yet. Strong color: new."
     fig.suptitle(words, fontsize=9)
     write_figure(fig, path, small=True)
 

@@ -28,7 +28,7 @@ T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, layers,
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.near = nn.Conv1d(C, C, 5, padding=2, groups=C)  # mixes neighbouring characters
+        self.near = nn.Conv1d(C, C, 5, padding=2, groups=C)  # mixes neighboring characters
         self.qkv = nn.Linear(C, 3 * C)
         self.out = nn.Linear(C, C)
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))

@@ -237,7 +237,7 @@ def unmask(model, x, order, steps, seed):
 def trajectory_cells(tokenizer, texts, mask, theme=LIGHT):
     """Lines of Cells for texts (n, T) of one text's steps; the tokens of a column are as wide.
 
-    Blue behind: a token that the step drew; pale blue: one from before; grey: a mask.
+    Blue behind: a token that the step drew; pale blue: one from before; gray: a mask.
     """
     pieces = [[visible(text) for text in tokenizer.pieces(ids)] for ids in texts.tolist()]
     hidden = texts == mask
@@ -280,7 +280,7 @@ def draw_trajectories(trajectories, path, theme=LIGHT):
     words = (
         "A text after each step, from top to bottom: strong blue is new, pale was drawn before, "
     )
-    fig.suptitle(words + "grey is masked", fontsize=9)
+    fig.suptitle(words + "gray is masked", fontsize=9)
     write_figure(fig, path, small=True)
 
 

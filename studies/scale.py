@@ -185,7 +185,7 @@ def row(model, machine):
 
 def table(models):
     """Markdown: a row for each model and machine."""
-    head = ["model", "machine", "flags", "state", "whole", "activations", "GB a rank"]
+    head = ["model", "machine", "flags", "state", "whole", "activations", "GB per rank"]
     head += ["tokens/s, T = 1,024 (predicted)", "T = 4,096 (predicted)"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     return "\n".join([*lines, *(row(model, machine) for model in models for machine in MACHINES)])

@@ -1,8 +1,8 @@
-"""The library behind the programs, in rooms.
+"""The library behind the programs.
 
     cli         settings, errors, files, devices, the terminal
     data        texts, their formats, tokenizers
-    run         what surrounds the steps of a run: checkpoints, optimizers, ranks, the log
+    run         everything around the steps of a run: checkpoints, optimizers, ranks, the log
     infill      gaps, the search for their fills, log-probabilities
 
 and products, each of which can be deleted while the rest works:
@@ -10,7 +10,7 @@ and products, each of which can be deleted while the rest works:
     constrain   gaps that must match a regular expression
     proofread   corrections of a text
     networks    pretrained networks
-    export      what an exported model contains
+    export      the contents of an exported model
     serving     the server
     web         pages
 """

@@ -1,4 +1,4 @@
-"""What a model can do, from its objective: programs ask for abilities, not for kinds of models."""
+"""What a model can do, by its objective: programs test for abilities, not for kinds of models."""
 
 
 def piece_size(model):

@@ -1,4 +1,4 @@
-"""Mistakes of users: one sentence each, which a program prints and a Python caller catches."""
+"""User errors: one sentence each, which a program prints and a Python caller catches."""
 
 
 class UserError(ValueError):
@@ -16,8 +16,8 @@ class TooLong(UserError):
 
 
 class RankError(UserError):
-    """One that may concern this rank alone of several: each says it for itself."""
+    """An error that may concern only this rank: each rank reports its own."""
 
 
 class SharedError(UserError):
-    """One that all ranks raise: the first one says it."""
+    """An error that all ranks raise: the first rank reports it."""

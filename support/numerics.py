@@ -1,4 +1,4 @@
-"""Small numerical functions: seeds, stratified draws, mask schedules, sampling of tokens."""
+"""Small numerical functions: seeds, stratified draws, mask schedules, token sampling."""
 
 import hashlib
 import math
@@ -83,8 +83,8 @@ def binomial_mixture(L, function):
 def dropout_mask(x: torch.Tensor, dropped: int) -> torch.Tensor:
     """Return the factors of dropout on a CPU, like x: 0 with probability dropped / 2^16.
 
-    Four are drawn at a time, as drawing a number takes longer than all that follows. An operator,
-    because Inductor's own code for this is slower.
+    Four are drawn at a time, because drawing a number takes longer than everything else. It is an
+    operator, because Inductor's own code for this is slower.
     """
     words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(1 << 63), None)
     bits = words.view(torch.int16)[: x.numel()].view(x.shape)

@@ -22,7 +22,7 @@ class View(NamedTuple):
     causal: bool = False  # each position attends only to itself and earlier positions
     rate: Tensor | None = None  # (B, 1, 1) or (B, N, 1) mask rate, with --time_conditioning
     # (N,) the place of the position before each in the row, at which networks with --shift predict;
-    # None: its left neighbour.
+    # None: its left neighbor.
     before: Tensor | None = None
     cache: Any = None  # KV cache: replaces the network's operations, stores keys and values
 

@@ -230,7 +230,7 @@ def texts_and_ids_are_equal(folder, wanted):
 
 
 def fine_tuning_learns(model):
-    """A step towards the labels lowers their loss, of full windows; -100 is not scored."""
+    """A step toward the labels lowers their loss, of full windows; -100 is not scored."""
     T = model.config.block_size
     x = torch.full((2, T), model.config.mask_token_id)
     labels = torch.tensor([[1, -100, 2, 3, 1, 2] * T] * 2)[:, :T]

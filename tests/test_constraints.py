@@ -558,7 +558,7 @@ def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
     batch.write_text("a█\na[___:(]\n")
     assert entry.run(sample.main, [f"--batch={batch}", *flags]) == 2
     out = capfd.readouterr()
-    assert not out.out and "line 2 of" in out.err and "no regular expression" in out.err
+    assert not out.out and "line 2 of" in out.err and "not a regular expression" in out.err
 
 
 # ---- What it costs

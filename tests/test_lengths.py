@@ -52,7 +52,7 @@ def shapes(before="ab", after="cde", lengths=range(1, 8)):
 
 @pytest.mark.parametrize("after", ["cde", "c", ""])
 def test_scores_are_log_probabilities_of_one_call(after):
-    """The best fill by the marginals; the first token after the gap, its neighbours unseen."""
+    """The best fill by the marginals; the first token after the gap, its neighbors unseen."""
     model = random_world(1)
     for n, (next_token, inside) in enumerate(score_lengths(model, shapes(after=after), 1), 1):
         xt = torch.full((T,), V)

@@ -70,7 +70,7 @@ def test_it_answers(kind, request, capsys):
     ):
         assert entry.run(sample.main, [f"--out_dir={run}", *flags]) == 2
         assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match="fills none"):
+    with pytest.raises(ValueError, match="cannot fill"):
         sample.write(model, tokenizer, "cat███")
     exact = {}
     for q, a in itertools.product(SOUNDS, SOUNDS.values()):
@@ -141,7 +141,7 @@ def test_answers_in_blocks_resume_and_are_evaluated(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("program", "flags", "words"),
     [
-        (sample, ["--infill=cat█"], "give --prompt, no template"),
+        (sample, ["--infill=cat█"], "give --prompt, not a template"),
         (sample, ["--prompt=cat", "--block=4"], "block is not for a model of --block_length=4"),
         (eval, ["--text=cat"], "--text is for models that fill gaps"),
         (export, ["--to=hf", "--dest={tmp}/x"], "--block_length without --infill_share"),

@@ -414,7 +414,7 @@ def test_more_than_a_search_can_fill_is_drawn_and_compared(monkeypatch):
 
 
 def test_texts_without_a_gap_are_refused():
-    with pytest.raises(UserError, match="nothing to fill"):
+    with pytest.raises(UserError, match="has no gap"):
         sample.search(network(), Tokenizer("char", LETTERS), "abc")
     assert issubclass(UserError, ValueError)
 

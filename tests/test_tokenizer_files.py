@@ -107,7 +107,7 @@ def test_a_tokenizer_whose_tokens_end_words_is_refused(text_file, pydoc, tmp_pat
     library.save(str(tmp_path / "words.json"))
     flags = [*TINY, f"--data={text_file}", f"--tokenizer={tmp_path / 'words.json'}"]
     assert run_mdlm(*flags, "--max_steps=1", f"--out_dir={tmp_path / 'out'}") == 2
-    assert "beside others" in capsys.readouterr().err
+    assert "depends on their neighbors" in capsys.readouterr().err
 
 
 def test_unusable_tokenizers_are_refused(path, tmp_path, capsys):

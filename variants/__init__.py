@@ -4,16 +4,16 @@ An objective says two things: what the network is shown (a support.view.View), a
 count how much. A variant changes some of that and leaves the rest to the objective that it wraps.
 To add one, write its file and name it in VARIANTS. The file has one of
 
-    FLAG                          the setting that asks for it, by another value than its default
-    asked(config, has_documents)  the flag that asks for it, such as "--span=4"; "": none does
+    FLAG                          the setting that enables it by any value other than the default
+    asked(config, has_documents)  the flag that enables it, such as "--span=4"; "": none does
 
-and what it needs of
+and, as needed,
 
-    Settings                      a dataclass of its flags, which have this title in --help=all
+    Settings                      a dataclass of its flags; its docstring is their --help=all title
     REFUSED                       what it cannot be combined with: name of the file -> why
-    wrap(objective, end_id, mean_length)  the objective, wrapped
-    model_class(Model)            the class of models, from that of the default's
-    has_rates(config)             whether its mask rates are its own, so that --rate_margin is idle
+    wrap(objective, end_id, mean_length)  the wrapped objective
+    model_class(Model)            its class of models, derived from Model
+    has_rates(config)             whether it sets the mask rates, and --rate_margin has no effect
     check(config)                 raises UserError for settings that do not fit
 """
 
@@ -35,7 +35,7 @@ SETTINGS = [file.Settings for file in VARIANTS if hasattr(file, "Settings")]
 
 
 def asked(config, has_documents=False):
-    """The variants that a config asks for: name -> (file, the flag that asks for it).
+    """The variants that a config enables: name -> (file, the flag that enables it).
 
     has_documents: whether the data are documents, not prompts and answers.
     """
@@ -53,16 +53,16 @@ def asked(config, has_documents=False):
 
 
 def having(name, config, has_documents=False):
-    """What the files of the variants that a config asks for have of this name."""
+    """The attributes with this name in the files of the variants that a config enables."""
     files = [file for file, _ in asked(config, has_documents).values()]
     return [getattr(file, name) for file in files if hasattr(file, name)]
 
 
 def choose(config, default, end_id=None, mean_length=None):
-    """The objective of a config: `default`, wrapped by the variants that the settings ask for.
+    """The objective of a config: `default`, wrapped by the variants that the settings enable.
 
-    end_id: the id of [END] if the data have documents, else None. mean_length: of the texts of the
-    training windows, in tokens; a model that only predicts does not need it.
+    end_id: the id of [END] if the data have documents, else None. mean_length: mean number of
+    tokens in the texts of training windows; a model that only predicts does not need it.
     """
     has_documents = end_id is not None and not config.prompt_column
     check_together(config, has_documents)
@@ -73,21 +73,21 @@ def choose(config, default, end_id=None, mean_length=None):
 
 
 def open_corpus(Corpus, ids, config, device):
-    """The Corpus of sources.Ids; one with documents if there is an [END] in their vocabulary."""
+    """The Corpus of sources.Ids; a corpus of documents if their vocabulary has an [END]."""
     if ids.tokenizer.end_id is not None:
         Corpus = documents.corpus_of_documents(Corpus)
     return Corpus(ids, config, device)
 
 
 def model_class(config, Model):
-    """The class of the networks of a config: Model, or what variants make of it."""
+    """The class of the networks of a config: Model, or a class that variants derive from it."""
     for of_variant in having("model_class", config):
         Model = of_variant(Model)
     return Model
 
 
 def rate_margin(config):
-    """--rate_margin, or 0 where a variant has mask rates of its own."""
+    """--rate_margin, or 0 if a variant sets the mask rates."""
     has_own = any(has_rates(config) for has_rates in having("has_rates", config))
     return 0.0 if has_own else config.rate_margin
 

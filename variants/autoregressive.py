@@ -1,7 +1,7 @@
-"""--objective=ar: the autoregressive twin, to compare with: same network, data and tokens scored.
+"""--objective=ar: the autoregressive twin, for comparison: same network, data and scored tokens.
 
-Its input is [MASK] as the beginning of a text, then the text without its last token; each position
-sees itself and earlier ones, and predicts the token that stands there.
+Its input is [MASK], then the text without its last token. Each position sees itself and earlier
+positions, and predicts the text's token at that position.
 """
 
 import torch
@@ -32,7 +32,7 @@ def has_rates(config):
 
 
 class Autoregressive(Variant):
-    """Every token is predicted from those before it, and counts alike."""
+    """Every token is predicted from those before it, and all have the same weight."""
 
     metric = "nll"
 
@@ -47,7 +47,7 @@ class Autoregressive(Variant):
         return self.inner.view(ids, rows=rows)._replace(causal=True)
 
     def scored_mask(self, x0):
-        """Text and the [END] after it, which it learns too; not what fills up a window."""
+        """Text and the [END] after it, which is learned too; not the padding of a window."""
         is_text = x0 != self.end_id
         return is_text | F.pad(is_text[:, :-1], (1, 0), value=True)
 

@@ -1,7 +1,7 @@
 """Block diffusion, --block_length: blocks of S tokens from left to right, diffusion inside each.
 
-The form in which diffusion language models are deployed (Arriola et al., 2503.09573): what precedes
-a block does not change any more, so a sampler keeps its keys and values (cache.py). S = T is the
+Diffusion language models are deployed in this form (Arriola et al., 2503.09573): the text before a
+block does not change any more, so a sampler keeps its keys and values (cache.py). S = T is the
 default objective, S = 1 an autoregressive model.
 
 In training the network sees rows of 2T positions, [xt; x0]: a masked block sees itself and the
@@ -23,9 +23,9 @@ from .prompts import Prompts
 from .variant import Variant
 
 REFUSED = dict(
-    documents="a text goes on block by block until its [END]: its length is learned",
+    documents="a text continues block by block until its [END], so its length is learned",
     rates="each block is masked as the default masks a text",
-    time_conditioning="each block has a rate of its own",
+    time_conditioning="each block has its own rate",
 )
 
 
@@ -33,8 +33,8 @@ REFUSED = dict(
 class Settings:
     """Block diffusion."""
 
-    block_length: Natural = 0  # tokens per block, written from left to right (0: off)
-    infill_share: Share = 0.0  # share of the steps on whole windows, to learn to fill gaps too
+    block_length: Natural = 0  # block size for semi-autoregressive generation, in tokens (0: off)
+    infill_share: Share = 0.0  # share of steps on whole windows, to learn to fill gaps too
 
 
 def are_asked(config):
@@ -70,10 +70,10 @@ def check(config):
 
 
 class BlockDiffusion(Variant):
-    """Each block is a text of S tokens for `block`, an objective like the default, of that length.
+    """Each block is a text of S tokens for `block`, an objective like the default of that length.
 
-    In --infill_share of the steps a window is a single text, as for `inner`: so the model learns to
-    fill gaps too.
+    In --infill_share of the steps, a window is a single text, as for `inner`, so that the model
+    also learns to fill gaps.
     """
 
     def __init__(self, inner):
@@ -119,12 +119,12 @@ class BlockDiffusion(Variant):
             scored = scored.reshape(blocks.shape)
         numbers = self.numbers(samples)
         made = self.block.batch(ops, blocks, counts, step, numbers, seed, scored)
-        # The blocks of a window follow each other, so made.at is where tokens are in x0, too.
+        # The blocks of a window follow each other, so made.at also indexes tokens in x0.
         return made._replace(view=self.view(made.view.ids.view(x0.shape), x0, made.view.rows))
 
     # ---- What the network is shown
     def view(self, xt, x0=None, rows=None):
-        """x0 (B, T): the text that later blocks see (default: as xt shows it)."""
+        """x0 (B, T): the text that later blocks see (default: xt)."""
         B, T = xt.shape
         spans = block_spans(T, self.block_length, xt.device)
         at = torch.arange(T, device=xt.device).repeat(2)
@@ -136,7 +136,7 @@ class BlockDiffusion(Variant):
         return View(ids, at, spans, rows, before=before)
 
     def places_before(self, device):
-        """(2 T,) of View.before: before a block is the clean text that it sees."""
+        """(2 T,) for View.before: before a block comes the clean text that it sees."""
         T, S = self.T, self.block_length
         before = torch.arange(-1, 2 * T - 1, device=device)
         before[:T:S] += T
@@ -161,8 +161,8 @@ class BlockDiffusion(Variant):
 class PromptsInBlocks(BlockDiffusion):
     """Prompts in blocks: an answer is written block by block. `inner` is Prompts.
 
-    A prompt may end anywhere, so the block that it ends in is partly given; the blocks before that
-    one have nothing to predict. What is scored of a block is a text of its own:
+    A prompt may end anywhere, so the block in which it ends is partly given; the blocks before it
+    have nothing to predict. The scored tokens of a block are treated as a text:
 
         NELBO = sum over blocks b of n_b * (mean over l uniform on {1 .. n_b} of the mean CE at l
                 random ones of the n_b scored tokens of block b), divided by the sum of n_b.
@@ -173,7 +173,7 @@ class PromptsInBlocks(BlockDiffusion):
         return Prompts(super().of_block(inner.inner, config), inner.end_id, mean_length)
 
     def block_lengths(self, lengths):
-        """(B,) how many tokens are scored, the last ones of a window -> (B, n) in its blocks."""
+        """(B,) how many tokens, at the end of a window, are scored -> (B, n) in its blocks."""
         S = self.block_length
         later = torch.arange(self.n_texts - 1, -1, -1) * S  # (n,) tokens after a block
         return (lengths[:, None] - later).clamp(0, S)

@@ -1,18 +1,19 @@
-"""A KV cache: what a model of blocks has computed for the text before a block."""
+"""A KV cache: stores what a model of blocks has computed for the text before a block."""
 
 import torch
 import torch.nn.functional as F
 
-from nanomdlm.kernels.reference import neighbours, norm_conv_ref, prepare
+from nanomdlm.kernels.reference import neighbors, norm_conv_ref, prepare
 from nanomdlm.support.view import View
 
 
 class Cache:
-    """Takes the place of a network's operations: network(cache.view(text)), text in whole blocks.
+    """Replaces a network's operations: network(cache.view(text)), text in whole blocks.
 
-    Attention keeps its keys and values, and the convolution its inputs. A block sees what is kept,
-    and the call's text up to its own end (Arriola et al., 2503.09573). When a text outgrows the
-    context, about half is dropped and the rest seen anew: as in training, in constant memory.
+    Attention keeps its keys and values, and the convolution its inputs. A block sees the cached
+    text, and the call's text up to its own end (Arriola et al., 2503.09573). When a text outgrows
+    the context, about half is dropped and the rest computed again: as in training, in constant
+    memory.
     """
 
     merges = True  # whether several texts, each with its own cache, can share a network call
@@ -37,13 +38,13 @@ class Cache:
         return first + self.length
 
     def view(self, text, rows=None):
-        """What a network is shown of text (B, n), which begins after what is kept."""
+        """The network's input for text (B, n), which begins after the cached text."""
         self.turn = 0
         at = torch.arange(text.shape[1], device=text.device) + self.length
         return View(text, at, rows=rows, cache=self)
 
     def extend(self, x):
-        """x (B, n, ...) -> (B, length + n, ...) with what is kept."""
+        """x (B, n, ...) -> (B, length + n, ...) with the cached part before it."""
         if self.turn not in self.buffers:
             self.buffers[self.turn] = x.new_empty(len(x), self.context, *x.shape[2:])
         buffer = self.buffers[self.turn]
@@ -57,15 +58,15 @@ class Cache:
         return self.attend(q, torch.stack((k, v), 2))
 
     def norm_conv(self, *args):
-        return norm_conv_ref(*args, neighbours=self.neighbours)
+        return norm_conv_ref(*args, neighbors=self.neighbors)
 
-    def neighbours(self, x, left, k, spans):
+    def neighbors(self, x, left, k, spans):
         return [
-            z.reshape(x.shape) for z in neighbours_in_blocks([self.reach(x, left)], left, k, self.S)
+            z.reshape(x.shape) for z in neighbors_in_blocks([self.reach(x, left)], left, k, self.S)
         ]
 
     def attend(self, q, kv):
-        """Attention of q (B, n, H, D) to what is kept and to keys and values kv (B, n, 2, H, D)."""
+        """Attention of q (B, n, H, D) to the cache and to keys and values kv (B, n, 2, H, D)."""
         k, v = (z.transpose(1, 2) for z in self.extend(kv).unbind(2))  # (B, H, length + n, D)
         visible = None
         if q.shape[1] > self.S:
@@ -74,7 +75,7 @@ class Cache:
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible).transpose(1, 2)
 
     def reach(self, x, left):
-        """x (B, n, C) and the `left` positions before it, (B, left + n, C); before a text 0."""
+        """x (B, n, C) and the `left` positions before it, (B, left + n, C); 0 before a text."""
         need = left + x.shape[1]
         near = self.extend(x)[:, -need:]
         return F.pad(near, (0, 0, need - near.shape[1], 0))
@@ -85,10 +86,10 @@ class Cache:
 
 
 class LibraryCache(Cache):
-    """The same for a network of transformers: the library's own cache keeps keys and values.
+    """The same for a Hugging Face network: the library's own cache keeps keys and values.
 
-    With --shift the first token of a block is predicted at the last one before it, so each call
-    sees that one too.
+    With --shift, the first token of a block is predicted at the position before the block, so each
+    call includes that position.
     """
 
     merges = False
@@ -106,7 +107,7 @@ class LibraryCache(Cache):
         return start
 
     def update(self):
-        """The library's cache, cut to what is kept; a call of the network adds to it."""
+        """The library's cache, cropped to the kept length; a call of the network extends it."""
         if self.length == 0:
             from transformers import DynamicCache  # optional, and there: it made the network
 
@@ -116,22 +117,22 @@ class LibraryCache(Cache):
         return self.past
 
 
-def neighbours_in_blocks(texts, left, k, S):
-    """`neighbours` of blocks of S tokens: k tensors (tokens, C).
+def neighbors_in_blocks(texts, left, k, S):
+    """`neighbors` of blocks of S tokens: k tensors (tokens, C).
 
-    texts: of (B, left + n, C), n tokens in whole blocks and what precedes them
+    texts: tensors (B, left + n, C), n tokens in whole blocks and the `left` positions before them
     """
     blocks = [near.unfold(1, left + S, S).flatten(0, 1).mT for near in texts]
     blocks = torch.cat(blocks) if len(blocks) > 1 else blocks[0]  # (all blocks, left + S, C)
-    return [z[:, left:].flatten(0, 1) for z in neighbours(blocks, left, k, None)]
+    return [z[:, left:].flatten(0, 1) for z in neighbors(blocks, left, k, None)]
 
 
 class JointCache:
-    """Stands for the Caches of several Views, of which a network sees a single row (1, M, C): the
-    tokens of one after those of the other, then `padding` tokens, which see nothing.
+    """The Caches of several Views, which a network sees as a single row (1, M, C): the tokens of
+    all Views, one View after another, then `padding` tokens, which see nothing.
 
-    Whatever does not mix tokens is one product for all; attention and convolution are each Cache's.
-    views: in the order of their lengths
+    Operations that do not mix tokens are one product for all; attention and convolution are done by
+    each Cache. views: ordered by length
     """
 
     def __init__(self, views, padding):
@@ -154,12 +155,12 @@ class JointCache:
         return torch.cat((*seen, q.new_zeros(self.padding, *q.shape[2:])))[None]
 
     def norm_conv(self, *args):
-        return norm_conv_ref(*args, neighbours=self.neighbours)
+        return norm_conv_ref(*args, neighbors=self.neighbors)
 
-    def neighbours(self, x, left, k, spans):
+    def neighbors(self, x, left, k, spans):
         by_length = {}
         for cache, part in self.parts(x):
             by_length.setdefault(part.shape[1], []).append(cache.reach(part, left))
         texts = [torch.cat(near) if len(near) > 1 else near[0] for near in by_length.values()]
-        shifted = neighbours_in_blocks(texts, left, k, self.views[0].cache.S)
+        shifted = neighbors_in_blocks(texts, left, k, self.views[0].cache.S)
         return [F.pad(z, (0, 0, 0, self.padding))[None] for z in shifted]

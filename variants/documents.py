@@ -1,4 +1,4 @@
-"""--document_length=given: documents of known lengths; texts of which some tokens are given.
+"""--document_length=given: documents of known lengths; texts in which some tokens are given.
 
 [END] follows each document. It is never masked, so the network always sees where a text ends, and
 only text is predicted and scored.
@@ -17,8 +17,8 @@ from nanomdlm.support.view import Batch, masked_rows
 
 from .variant import Variant
 
-REFUSED = dict(rates="documents of known lengths take the default's masks and weights")
-INSTEAD = "--document_length=predicted"  # as it is a default, it cannot be left out
+REFUSED = dict(rates="documents of known lengths need the default's masks and weights")
+INSTEAD = "--document_length=predicted"  # the flag is a default, so it cannot be left out
 
 
 def asked(config, has_documents):
@@ -32,22 +32,22 @@ def wrap(objective, end_id, mean_length):
 
 @dataclass
 class Settings:
-    """Documents, of .jsonl, .json, .parquet, folders, --separator, or .bin files with --end."""
+    """Documents: .jsonl, .json, .parquet, folders, --separator, or .bin files with --end."""
 
-    text_column: str = "text"  # the column of a record that has the text
+    text_column: str = "text"  # the column of a record that contains the text
     separator: Text = ""  # text between the documents of a text file, such as \n\n
-    end: str = ""  # end-of-document token, shown as [END]; of .bin files, its id
-    document_length: Literal["given", "predicted"] = "given"  # predicted: learn where [END] comes
-    pack: bool = True  # put several documents of given lengths into a window
+    end: str = ""  # end-of-document token, shown as [END]; for .bin files, its id
+    document_length: Literal["given", "predicted"] = "given"  # predicted: learn to predict [END]
+    pack: bool = True  # put several documents of given lengths into one window
 
 
 def corpus_of_documents(Corpus):
-    """The class of corpora with an [END] in their vocabulary, from that of plain text.
+    """The class of corpora with an [END] in their vocabulary, derived from that of plain text.
 
-    Windows start at a document, or T tokens further in a long one, and are filled up with [END];
-    with --pack a window of training holds as many documents as there is room for. Which [END] are
-    learned: of given lengths none; with --objective=ar the one that ends a document; of predicted
-    lengths that one and all that fill up the window.
+    Windows start at a document, or every T tokens in a long one, and are padded with [END]; with
+    --pack, a training window holds as many documents as fit. Which [END] are learned: none with
+    given lengths; the one that ends a document with --objective=ar; all of them with predicted
+    lengths.
     """
 
     class DocumentCorpus(Corpus):
@@ -84,9 +84,9 @@ def corpus_of_documents(Corpus):
 
 # ---- Documents of given lengths
 def view_of_documents(view, end_id, restart_positions):
-    """A View of windows of several documents: each sees itself alone.
+    """A View of windows of several documents, each of which sees only itself.
 
-    restart_positions: they begin at 0 in each. (Rotary ones are relative, so they need not.)
+    restart_positions: positions begin at 0 in each. (Rotary ones are relative and need not.)
     """
     spans = document_spans(view.ids == end_id)
     starts = spans[:, 0]  # (B, T) where each token's document begins
@@ -95,7 +95,7 @@ def view_of_documents(view, end_id, restart_positions):
 
 
 class GivenTokens(Variant):
-    """Masks and scores the tokens of scored_mask alone; a text weighs by how many these are."""
+    """Masks and scores only the tokens of scored_mask; a text is weighted by their number."""
 
     def __init__(self, inner, end_id, mean_length):
         super().__init__(inner)
@@ -108,10 +108,10 @@ class GivenTokens(Variant):
         key = (self.seed if seed is None else seed, step, samples)
         xt, count, rows, n_rows = ops.mask_tokens(x0, counts, self.mask_id, *key, ~scored)
         B, T = x0.shape
-        # The mean over masked tokens, times the text's share of all scored tokens. (Where none is
+        # The mean over masked tokens, times the text's share of all scored tokens. (If no token is
         # scored, none is masked.)
         weights = (scored.sum(1) / self.mean_length) / (count.clamp(min=1) * B)
-        if seed is None:  # pairs of counts are mirrored in training alone
+        if seed is None:  # pairs of counts are mirrored only in training
             rows = rows[: B * (T + 1) // 2]
         rows, weights = masked_rows(rows, n_rows, weights, T)
         return Batch(self.view(xt, rows=rows), x0.flatten()[rows], weights, rows)

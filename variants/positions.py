@@ -1,4 +1,4 @@
-"""--pos=learned, --pos=sinusoidal: vectors of positions, added to those of the tokens.
+"""--pos=learned, --pos=sinusoidal: position vectors, added to the token embeddings.
 
 The default, RoPE, rotates queries and keys in every layer.
 """
@@ -12,7 +12,7 @@ FLAG = "pos"
 
 
 def with_positions(Model):
-    """The class of networks with such positions, from that of networks with RoPE."""
+    """The class of networks with such positions, derived from that of networks with RoPE."""
 
     class Positioned(Model):
         def initialize(self):

@@ -1,4 +1,4 @@
-"""--prompt_column: prompts, which are given, and their answers, which are learned.
+"""--prompt_column: prompts are given, and their answers are learned.
 
 [END] follows a prompt. It is never masked, so the network always sees where the answer begins.
 """
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from .documents import GivenTokens
 
 REFUSED = dict(
-    documents="an answer goes on until its [END], so its length is learned",
-    rates="prompts take the default's masks and weights",
+    documents="an answer continues until its [END], so its length is learned",
+    rates="prompts need the default's masks and weights",
 )
 
 
@@ -19,8 +19,8 @@ REFUSED = dict(
 class Settings:
     """Prompts and answers."""
 
-    prompt_column: str = ""  # the column of prompts, which are given; --text_column is learned
-    chat_column: str = ""  # the column of conversations; the assistant's messages are learned
+    prompt_column: str = ""  # column of prompts, which are given; --text_column is learned
+    chat_column: str = ""  # column of conversations; only the assistant's messages are learned
 
 
 FLAG = "prompt_column"
@@ -31,7 +31,7 @@ def wrap(objective, end_id, mean_length):
 
 
 class Prompts(GivenTokens):
-    """A prompt and its answer in each window; what follows the first [END] is predicted."""
+    """A prompt and its answer in each window; everything after the first [END] is predicted."""
 
     def scored_mask(self, x0):
         is_end = x0[:, :-1] == self.end_id

@@ -1,7 +1,7 @@
-"""Other distributions of mask rates, other masks and weights: to compare with.
+"""Other distributions of mask rates, masks and weights, for comparison.
 
-The bound stays if a count has probability P(l) > 0 for every l and its text weighs 1 / (T P(l)). A
-clipped range (BERT: 15 %) and uniform weights give no bound.
+The loss remains a bound if each count l has a probability P(l) > 0 and its text the weight
+1 / (T P(l)). With a clipped range (BERT: 15 %) or uniform weights, it is not a bound.
 """
 
 import functools
@@ -20,8 +20,8 @@ from nanomdlm.support.view import Batch, masked_rows
 from .variant import Variant
 
 # Schedules map u, uniform in [0, 1), to a mask rate: the inverse of its distribution function. To
-# add one, write its line here, in functions of torch: it goes from 0 to 1, or from 1 to 0, and
-# never turns back. Its weights follow (count_probabilities): the bound stays.
+# add one, write a line here, with functions of torch: it must go from 0 to 1, or from 1 to 0, and
+# never turn back. Its weights follow from it (count_probabilities), and the loss remains a bound.
 SCHEDULES = {
     "uniform": lambda u: u,
     "cosine": lambda u: torch.cos(math.pi / 2 * (1 - u)),
@@ -41,7 +41,7 @@ RATES = re.compile(r"(?:(\w+):)?(NUMBER)-(NUMBER)".replace("NUMBER", r"\d*\.?\d+
 
 @functools.cache
 def check_schedule(name, schedule):
-    """Raise UserError for a line of SCHEDULES that is no distribution of all rates from 0 to 1."""
+    """Raise UserError if a line of SCHEDULES is not a distribution of all rates from 0 to 1."""
     grid = schedule(torch.linspace(0, 1, 4097, dtype=torch.float64))
     first, *_, last = grid.tolist()
     turns = grid.diff() <= 0 if last > first else grid.diff() >= 0
@@ -63,12 +63,12 @@ def parse(value):
     if low > high:
         raise UserError(f"--rates={value}: {low:g} is above {high:g}; swap them")
     if not 1e-6 <= high <= 1:
-        raise UserError(f"--rates={value} must be from 0 to 1, the highest above 0")
+        raise UserError(f"--rates={value} must be from 0 to 1, with the upper limit above 0")
     return Rates(schedule, low, high)
 
 
 def in_short(value):
-    """--rates in the shortest way to write it."""
+    """--rates in its shortest spelling."""
     schedule, *span = parse(value)
     if span == [0, 1]:
         return schedule
@@ -81,8 +81,8 @@ class Settings:
     """Other mask rates, masks and loss weights."""
 
     rates: Annotated[str, Form(in_short)] = "uniform"  # uniform, cosine, LOW-HIGH (0.15-0.15: BERT)
-    masking: Literal["exact", "bernoulli"] = "exact"  # a number of tokens, or each with the rate
-    loss_weight: Literal["bound", "uniform"] = "bound"  # uniform: all masked tokens count alike
+    masking: Literal["exact", "bernoulli"] = "exact"  # exact number of tokens, or each at random
+    loss_weight: Literal["bound", "uniform"] = "bound"  # uniform: equal weight per masked token
 
 
 DEFAULT = dict(masking="exact", rates="uniform", loss_weight="bound")
@@ -93,7 +93,7 @@ def is_bound(config):
 
 
 def flag(config):
-    """The first flag that asks for other rates, masks or weights; empty if there is none."""
+    """The first flag that sets other rates, masks or weights; empty if there is none."""
     for name, default in DEFAULT.items():
         if getattr(config, name) != default:
             return f"--{name}={getattr(config, name)}"
@@ -101,7 +101,7 @@ def flag(config):
 
 
 def are_other(config):
-    """Whether a config asks for other rates, masks or weights than the default's."""
+    """Whether a config has rates, masks or weights other than the default's."""
     return bool(flag(config))
 
 
@@ -156,7 +156,7 @@ def text_weights(config):
 
 
 class OtherRates(Variant):
-    """Masks and weighs texts as --masking, --rates and --loss_weight say."""
+    """Masks and weights texts as set by --masking, --rates and --loss_weight."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -181,5 +181,5 @@ class OtherRates(Variant):
     def notes(self):
         if is_bound(self.config):
             return self.inner.notes()
-        note = "the training loss is no likelihood bound; the evaluation is one"
+        note = "only the evaluations, not the training loss, bound the likelihood"
         return [*self.inner.notes(), note]

@@ -1,7 +1,7 @@
-"""--time_conditioning: the network is told its mask rate (adaLN; Peebles and Xie, 2212.09748).
+"""--time_conditioning: condition on the mask rate (adaLN; Peebles and Xie, 2212.09748).
 
-The optimum does not need it, as the rate can be read off the text (Zheng et al., 2409.02908): it is
-here to compare with.
+The optimum does not need it, because the rate can be read off the text (Zheng et al., 2409.02908).
+It is here for comparison.
 """
 
 import math
@@ -35,7 +35,7 @@ def has_rates(config):
 
 
 class TimeConditioned(Variant):
-    """Shows the network the share of text that is masked, in each document on its own."""
+    """Shows the network the share of text that is masked, separately for each document."""
 
     def with_rate(self, view):
         text = view.ids != self.end_id
@@ -54,7 +54,7 @@ class RateEmbedding(nn.Linear):
     """A linear layer on cosines of the rate."""
 
     def forward(self, rate):
-        """What layers are told of mask rates: (B, 1, C), or (B, N, C) of documents."""
+        """The input of the layers for mask rates: (B, 1, C), or (B, N, C) with documents."""
         C = self.in_features
         waves = torch.cos(rate * math.pi * torch.arange(C, device=rate.device))
         return F.silu(super().forward(waves))
@@ -64,12 +64,12 @@ class AdaLN(nn.Linear):
     """Adaptive normalization (Peebles and Xie, 2212.09748), without gates."""
 
     def forward(self, rate):
-        """Scale and shift of both norms of a layer, for what RateEmbedding returns."""
+        """Scale and shift of both norms of a layer, for the output of RateEmbedding."""
         return super().forward(rate).chunk(4, -1)
 
 
 def told_rate(Model):
-    """The class of networks that are told the rate, from that of networks which are not."""
+    """The class of networks conditioned on the rate, derived from Model."""
 
     class ConditionedLayer(Model.Layer):
         def __init__(self, config, attends=True):

@@ -4,7 +4,7 @@
 class Variant:
     """An objective that changes some of what `inner` does, and leaves the rest to it.
 
-    What inner.batch shows is made by inner.view: who overrides `view` overrides `batch` too, as
+    inner.batch calls inner.view, so a variant that overrides `view` must override `batch` too, as
     time_conditioning.py does.
     """
 
@@ -12,6 +12,6 @@ class Variant:
         self.inner = inner
 
     def __getattr__(self, name):
-        if name == "inner":  # not there yet: copy and pickle ask before they fill it in
+        if name == "inner":  # not set yet: copy and pickle look it up before they set it
             raise AttributeError(name)
         return getattr(self.inner, name)

@@ -1,4 +1,4 @@
-"""Checks of what Python callers give: what would be silently wrong is a UserError, a ValueError.
+"""Checks of arguments from Python callers: silent mistakes raise a UserError, a ValueError.
 
 They run once per call, before any work. Nothing here runs in a training step.
 """
@@ -24,13 +24,13 @@ def whole_number(name, value, low, high=(1 << 63) - 1):
 def check_text(text):
     """The text; UserError unless it is a string that UTF-8 can encode."""
     if not isinstance(text, str) or re.search("[\ud800-\udfff]", text):
-        raise UserError("the text is no string, or not UTF-8; convert it, or set a UTF-8 locale")
+        raise UserError("the text is not a string, or not UTF-8; convert it, or set a UTF-8 locale")
     return text
 
 
 # ---- Ids
 def last_id(model):
-    """The largest id that a model takes: [MASK] of ours, a token of a pretrained encoder."""
+    """The largest id that a model accepts: our [MASK], or a token of a pretrained encoder."""
     return max(model.vocab_size - 1, model.mask_id)
 
 
@@ -44,7 +44,7 @@ def whole_ids(ids, limit, mask_id):
         raise UserError("ids must be whole numbers (n,); give those that encode returned")
     if ids and not 0 <= min(ids) <= max(ids) <= limit:
         bad = min(ids) if min(ids) < 0 else max(ids)
-        what = f"{bad} is no id of this tokenizer"
+        what = f"{bad} is not an id of this tokenizer"
         raise UserError(f"{what}; give 0 to {limit}, of which {mask_id} is [MASK]")
     return ids
 
@@ -66,7 +66,7 @@ def check_length(model, x, name="x"):
     """Raise UserError if x (B, T) is longer than the context."""
     L = model.config.block_size
     if x.shape[1] > L:
-        raise UserError(f"{name} has {x.shape[1]} tokens, the context only {L}; cut it")
+        raise UserError(f"{name} has {x.shape[1]} tokens, but the context has only {L}; shorten it")
 
 
 def to_view(model, args, kwargs):
@@ -126,7 +126,7 @@ def check_filling(model, x, fill, samples, end_id=None, forbid=(), allowed=None)
     for place, ids in (allowed or {}).items():
         whole_number("a position in allowed", place, 0, x.shape[1] - 1)
         if ids.dtype != torch.bool or ids.shape != (V,):
-            raise UserError(f"allowed must have bool tensors ({V},); at {place} it has another")
+            raise UserError(f"allowed must have bool tensors ({V},), but at {place} it does not")
         if not ids.cpu().index_fill(0, torch.tensor(forbid, dtype=torch.int64), False).any():
             raise UserError(f"nothing is allowed at {place}, or it is forbidden; allow an id")
     return row_numbers(samples, len(x), x.device), end_id, forbid

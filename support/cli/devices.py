@@ -126,7 +126,7 @@ def predicted_fraction(model):
 
 
 def attending(model):
-    """Return how many layers attend: of a network of others all."""
+    """Return how many layers attend; in a pretrained network, all of them."""
     if model.config.network:
         return len(model.layers)
     return sum(layer.qkv is not None for layer in model.layers)

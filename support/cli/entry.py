@@ -35,8 +35,8 @@ def start(name):
 
     If `name` is "__main__", it prepares the process too. If a package that every program needs is
     missing, it ends with one sentence and exit code 2. Ctrl-C during the imports ends it without a
-    traceback. Threads that wait spin only briefly, as two programs on one machine would slow each
-    other down (results/threads.md). Freed memory is kept (results/cpu.md).
+    traceback. Waiting threads spin only briefly, because otherwise two programs on one machine slow
+    each other down (results/threads.md). Freed memory is kept (results/cpu.md).
     """
     if name == "__main__":
         if problem := environment.problem():
@@ -51,7 +51,7 @@ def start(name):
 
 
 def keep_memory():
-    """Let glibc keep freed memory: new pages for every tensor take a fifth of a step on a CPU."""
+    """Let glibc keep freed memory: new pages for every tensor would take a fifth of a CPU step."""
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library
             mallopt = ctypes.CDLL(None).mallopt
@@ -61,7 +61,7 @@ def keep_memory():
 
 @contextlib.contextmanager
 def program(cleanup=None):
-    """Context manager around a program: errors that a user can mend are one sentence, no traceback.
+    """Context manager around a program: errors that a user can fix print a sentence, no traceback.
 
     Yields an object with `code`, the exit code: the program sets it, and so do errors. cleanup() is
     always called at the end.
@@ -153,7 +153,7 @@ def report_file(error, name):
 def wait_for_first_rank():
     """Wait, so that a mistake of all ranks is printed once: torchrun ends them after the first.
 
-    A rank that is still there after that has a mistake of its own, and prints it.
+    A rank that still runs after that has its own mistake, and prints it.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -161,7 +161,7 @@ def wait_for_first_rank():
 
 
 def explain(error, name):
-    """A sentence for a MemoryError or RuntimeError that is no bug of the program; else "".
+    """A sentence for a MemoryError or RuntimeError that is not a bug of the program; else "".
 
     name: of the program's file
     """

@@ -1,4 +1,4 @@
-"""The Python that runs: what it lacks, and the commands that a user types to mend that or go on."""
+"""The running Python: what it lacks, and the commands that a user types to fix that or go on."""
 
 import contextlib
 import importlib
@@ -78,9 +78,9 @@ def quote(word):
 
 
 def optional(package, what):
-    """Import a package that only some uses need: `what` names this one.
+    """Import a package that only some uses need; `what` names this use.
 
-    Raises UserError, with the command that installs it, where it is missing.
+    Raises UserError, with the command that installs it, if it is missing.
     """
     try:
         return importlib.import_module(package)

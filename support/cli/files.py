@@ -1,7 +1,7 @@
-"""Files: atomic writing, reading what may be damaged or hostile, and the names in a run's folder.
+"""Files: atomic writes, reading damaged or hostile files, and the names in a run's folder.
 
-A run marks its folder with a file, MARKER. In a folder with it the names of PART are the run's own,
-which it may replace; in any other folder they are the user's.
+A run marks its folder with a file, MARKER. In a marked folder, the names of PART belong to the run,
+which may replace them; in any other folder they belong to the user.
 """
 
 import contextlib
@@ -180,8 +180,8 @@ def clean(folder):
 def open_regular(path, opener=open):
     """Open a regular file to read bytes; a file that states a size of 0 reads as empty.
 
-    Files that the system makes while they are read, as those of /proc, state a size of 0, and
-    reading some of them (/proc/kmsg) waits for ever.
+    Files that the system creates while they are read, such as those of /proc, state a size of 0,
+    and reading some of them (/proc/kmsg) never returns.
     """
     return opener(path, "rb") if os.stat(path).st_size else io.BytesIO()
 
@@ -224,4 +224,4 @@ def read_json(path, what):
         return content
     except (OSError, ValueError, RecursionError) as e:
         fix = "restore it from a copy, or make it again"
-        raise UserError(f"{path} is no {what} of this program ({e}); {fix}") from e
+        raise UserError(f"{path} is not a {what} of this program ({e}); {fix}") from e

@@ -20,9 +20,9 @@ FROM_NOTHING = dict(optimizer="muon", learning_rate=1e-3, muon_lr=0.02, weight_d
 
 @dataclass
 class NetworkSettings:
-    """Networks of Hugging Face."""
+    """Hugging Face networks."""
 
-    network: Reads = ""  # train the architecture of this config.json from random weights
+    network: Reads = ""  # train the architecture of this config.json from scratch
     shift: bool = False  # predict a token at the position before it, as decoders do (on for them)
     lora: Natural = 0  # train only adapters of this rank and [MASK]'s embedding (0: all weights)
     trust_remote_code: bool = False  # allow custom code from the checkpoint (never saved)

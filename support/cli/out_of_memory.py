@@ -1,4 +1,4 @@
-"""How much main memory there is, and what a program says when it is full."""
+"""How much main memory there is, and the message when it is full."""
 
 import re
 
@@ -9,13 +9,13 @@ UNITS = dict(bytes=1, KiB=1 << 10, MiB=1 << 20, GiB=1 << 30, TiB=1 << 40)
 
 
 def is_full(error):
-    """Whether an exception says that there is no memory left."""
+    """Whether an exception means that memory has run out."""
     is_known = isinstance(error, (MemoryError, RuntimeError))
     return isinstance(error, MemoryError) or (is_known and any(w in str(error) for w in FULL))
 
 
 def asked_for(error):
-    """What an allocation that failed asked for, in words; "" if the error does not say."""
+    """The size of a failed allocation, in words; "" if the error does not say."""
     pattern = r"(?:allocate|Unable to allocate) ([\d.]+) (bytes|[KMGT]iB)"
     found = re.search(pattern, str(error))
     return f", {in_words(float(found[1]) * UNITS[found[2]])} more were asked for" if found else ""
@@ -35,6 +35,6 @@ LOWER = {
 
 
 def explain(error, program):
-    """A sentence for an error of a full memory in a program, by the name of its file."""
+    """The message for an out-of-memory error in a program, by the name of its file."""
     fix = LOWER.get(program, "lower the batch, the length, or the size of the model")
     return f"out of memory{asked_for(error)}; {fix}"

@@ -150,8 +150,8 @@ def is_replaced(path):
 class Lines:
     """A context manager, and a text file for print(..., file=lines, flush=True), line by line.
 
-    A file is replaced atomically: until all is written, and after an error, what had its name
-    before is there. A device, a pipe or the target of a link gets each line when it is complete.
+    A file is replaced atomically: the old file stays until everything is written, and after an
+    error. A device, a pipe or the target of a link gets each line when it is complete.
     Raises UserError if the path must not be written; an OSError names it.
     """
 
@@ -198,11 +198,11 @@ class Lines:
 
 
 class Continued(Lines):
-    """Lines of a job that may be stopped: what is done is in PATH.part until all of it is.
+    """Lines of a job that may be stopped: finished lines stay in PATH.part until all are done.
 
-    job: what identifies it, 64 hexadecimal digits. When the same job is started again, `done` is
-    the number of lines that are there already. Raises UserError if PATH.part is of something else,
-    or if another process writes it.
+    job: its identity, 64 hexadecimal digits. When the same job is started again, `done` is the
+    number of lines that exist already. Raises UserError if PATH.part belongs to another job, or if
+    another process writes it.
     """
 
     def __init__(self, path, job):
@@ -222,7 +222,7 @@ class Continued(Lines):
             if not content.startswith(head):
                 self.unlock()
                 what = f"{part} is of other templates, settings, or weights"
-                raise UserError(f"{what}; remove that file to begin anew, or {FIX}")
+                raise UserError(f"{what}; remove that file to start over, or {FIX}")
             content = content[: content.rindex(b"\n") + 1]  # a kill may have cut the last line
             self.done = content.count(b"\n") - 1
             write_atomically(part, content)

@@ -1,6 +1,6 @@
-"""Doors to products: rooms of support/ that are imported only where they are asked for.
+"""Doors to products: folders of support/ that are imported only when they are used.
 
-So the programs start without them, and work where they have been removed.
+So the programs start without them, and also work if they have been removed.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Progress bars: those of tqdm, on standard error."""
+"""Progress bars of tqdm, on standard error."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from nanomdlm.support.cli.terminal import warn
 
 
 class Lines:
-    """Stands for a standard error that is no terminal: each drawing of a bar is a line."""
+    """A standard error that is not a terminal: each update of a bar is a line."""
 
     def write(self, text):
         """Print what tqdm draws, without what moves the cursor."""

@@ -87,7 +87,7 @@ def types_of(cls):
 
 
 def choices_of(kind):
-    """The words that a type accepts beside values of its plain types: those of its Literals."""
+    """The words that a type accepts besides values of its plain types: those of its Literals."""
     parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     return [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
 
@@ -103,7 +103,7 @@ def named_by(cls, role):
 
 
 def check(settings):
-    """Raise UserError for a value of a wrong type, no choice, or out of its bounds.
+    """Raise UserError for a value that has a wrong type, is not a choice, or is out of bounds.
 
     Numbers of numpy and PyTorch and paths become plain ones, and values take their usual form.
     """
@@ -135,7 +135,7 @@ def plain(value):
 
 
 def shown(value, limit=40):
-    """A value as errors show it: in one line, cut off."""
+    """A value as error messages show it: on one line, shortened."""
     return " ".join(str(value).split())[:limit]
 
 
@@ -334,7 +334,7 @@ def check_clashes(clashes, given):
 
 
 def check_idle(given, rules):
-    """Raise UserError for a flag that would be believed to take effect, and does not.
+    """Raise UserError for a flag that seems to take effect, but does not.
 
     rules: of ("flags", whether they have no effect here, "with what")
     """
@@ -346,7 +346,7 @@ def check_idle(given, rules):
 
 # ---- Paths
 def names_of(path):
-    """The paths that A,B or a list names; a path that exists is one, commas or not."""
+    """The paths that A,B or a list names; an existing path is one path, even with commas."""
     if isinstance(path, (list, tuple)):
         if not path:
             raise UserError("an empty list names no run; give the folder of a run or a checkpoint")

@@ -9,7 +9,7 @@ from nanomdlm.support.cli.terminal import is_first_rank
 
 
 class Stopped(BaseException):
-    """Raised by a signal that ends the program, so that it cleans up on the way out.
+    """Raised by a signal that ends the program, so that it cleans up before it exits.
 
     Like KeyboardInterrupt a BaseException: `except Exception` does not catch it.
     """

@@ -1,8 +1,8 @@
 """Regular expressions as automata over the tokens of a tokenizer: which sequences of them match.
 
-The library outlines-core makes an automaton over bytes, in a process of its own. Following the
-bytes of each token from each state makes it one over tokens. These fall into few classes: those of
-a class lead to the same states, so a pass over a position costs states x classes.
+The library outlines-core builds an automaton over bytes, in a separate process. Following the bytes
+of each token from each state turns it into one over tokens. The tokens fall into few classes, whose
+members lead to the same states, so a pass over a position costs states x classes.
 """
 
 import contextvars
@@ -86,7 +86,7 @@ def run_builder(pattern):
 def byte_automaton(pattern):
     """Return (next (Q + 1, 256) int32, accepts (Q + 1,) bool) over bytes; state Q is dead.
 
-    Raises UserError for what is no regular expression, matches nothing, or takes too much.
+    Raises UserError for patterns that are invalid, match nothing, or need too much time or memory.
     """
     if len(pattern) > build_automaton.MOST_BYTES:  # before it is copied anywhere
         raise UserError(build_automaton.too_long(pattern))
@@ -106,7 +106,7 @@ def byte_automaton(pattern):
 
 
 def pattern_of_choices(choices):
-    """The regular expression of a list of texts; signs are escaped as all programs read them."""
+    """The regular expression of a list of texts; special characters are escaped portably."""
     return "|".join(re.sub(r"[^\w\s]|_", lambda m: escaped(m[0]), text) for text in choices)
 
 
@@ -164,7 +164,7 @@ class Automaton:
     next     (S + 1, C) int64: state, class -> state
     classes  (V,) int64: token -> class
     accepts  (S + 1,) bool
-    is_free  whether any text of tokens matches, but an empty one: then there is nothing to do
+    is_free  whether any non-empty text of tokens matches: then there is nothing to do
     follows  (S + 1, D) int64: the classes that lead on from a state; C where there are no more
     """
 
@@ -347,7 +347,7 @@ def automaton_of(pattern, tokenizer, is_first=False, space=""):
 
 
 def without_dead_ends(next, accepts):
-    """`next` (S + 1, C) with the dead state in place of those from which nothing matches."""
+    """`next` (S + 1, C) with states from which nothing matches replaced by the dead state."""
     alive = accepts.copy()
     while True:
         still_wanted.get()()

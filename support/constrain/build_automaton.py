@@ -1,4 +1,4 @@
-"""Builds the automaton of a regular expression, by outlines-core, as a process of its own.
+"""Builds the automaton of a regular expression with outlines-core, in a separate process.
 
 The library cannot be interrupted, and some patterns take minutes or all memory. automaton.py runs
 this file, whose main() limits itself, and stops it. It imports nothing that is slow to import.

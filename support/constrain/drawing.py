@@ -1,16 +1,17 @@
 """Draws gaps that must match a regular expression.
 
-The network says for each position of a gap how likely each token is, p_i(v), as if positions did
-not depend on each other. An automaton with states q says which sequences of tokens match. Given
+The network predicts for each position of a gap how likely each token is, p_i(v), as if positions
+did not depend on each other. An automaton with states q says which sequences of tokens match. Given
 that a fill matches, that product of marginals is a Markov chain, which two passes draw from:
 
     backward    b_n(q) = [q accepts],  b_i(q) = sum_v p_i(v) b_{i+1}(next(q, v))
     forward     v_i in proportion to p_i(v) b_{i+1}(next(q_i, v)),  q_{i+1} = next(q_i, v_i)
 
-(DINGO, 2505.23061, takes the maximum instead.) All is in logarithms, so nothing underflows. Tokens
-that stand have probability 1. Where the network says nothing, as of what an autoregressive model
-has not come to yet, b_i(q) is 1 if some text from q on matches, else 0. Of each call some positions
-are kept, the rest shows that a match is still possible: no draw leads to a dead end.
+(DINGO, 2505.23061, takes the maximum instead.) Everything is in logarithms, so nothing underflows.
+Given tokens have probability 1. For positions that the network does not predict yet, such as later
+tokens of an autoregressive model, b_i(q) is 1 if some text from q on matches, else 0. Some
+positions of each call are kept; the rest show that a match is still possible, so no draw leads to a
+dead end.
 """
 
 from typing import NamedTuple
@@ -79,8 +80,8 @@ def by_row(templates):
 
 
 def ask_ahead(constraints, drawn, masked, at):
-    """The positions (B, n) of which the network must tell: `drawn`, and where that is in a gap that
-    must match, the other masks of it."""
+    """The positions (B, n) that the network must predict: `drawn`, and for those in a gap that must
+    match, its other masks."""
     asked = drawn
     for constraint in constraints:
         inside = constraint.inside(at, drawn.device)

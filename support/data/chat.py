@@ -1,8 +1,8 @@
 """Conversations: the chat template of a tokenizer writes messages as the text that a model reads.
 
-A template is a program of jinja in tokenizer_config.json or chat_template.jinja of a folder of
-Hugging Face; transformers runs it in a sandbox. Messages are dicts of a role (system, user,
-assistant ...) and a content, both texts.
+A template is a jinja program in the tokenizer_config.json or chat_template.jinja of a Hugging Face
+folder; transformers runs it in a sandbox. Messages are dicts with a role (system, user, assistant
+...) and a content, both texts.
 """
 
 import json
@@ -117,8 +117,8 @@ class ChatTemplate:
             try:
                 messages = json.loads(text)
             except ValueError as e:
-                fix = "mend it, or give a text"
-                raise UserError(f"--prompt is no JSON of messages ({e}); {fix}") from None
+                fix = "fix it, or give a text"
+                raise UserError(f"--prompt is not JSON of messages ({e}); {fix}") from None
             check(messages, "--prompt")
         return messages
 
@@ -130,5 +130,5 @@ def check(messages, where):
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 example = '[{"role": "user", "content": "..."}, ...]'
-                what = f"{where} is no list of messages with texts {example}"
-                raise UserError(f"{what}; mend or remove it")
+                what = f"{where} is not a list of messages with texts {example}"
+                raise UserError(f"{what}; fix or remove it")

@@ -1,7 +1,7 @@
-"""Tokenizers of Hugging Face's tokenizers library, and texts that go on after others.
+"""Tokenizers of Hugging Face's tokenizers library, and texts that continue other texts.
 
-A word takes the space in front of it (▁the), the beginning of a text gains one, and a word that
-goes on is spelled otherwise than one that begins (##ing). So
+A word includes the space before it (▁the), the beginning of a text gets one, and the continuation
+of a word is spelled differently from its beginning (##ing). So
 
     b after a      is what follows enc(a) in enc(a + b), if that begins with enc(a)
     b after a gap  is b after a letter: if a token ends between them, any other gives the same ids
@@ -28,7 +28,7 @@ BROKEN = "\ufffd"  # of a character whose bytes are not complete
 
 
 def chunks_at_spaces(text):
-    """Yield a text in chunks that begin with a space, but for the first one."""
+    """Yield a text in chunks that begin with a space, except for the first one."""
     begin = 0
     while len(text) - begin > CHUNK:
         space = SPACE.search(text, begin + CHUNK, begin + 2 * CHUNK)
@@ -45,7 +45,7 @@ def end_of(text):
 
 
 def folded(text):
-    """A text without what tokenizers may change: capitals, accents, white space."""
+    """A text without the features that tokenizers may change: case, accents, white space."""
     plain = unicodedata.normalize("NFKD", text).casefold()
     return "".join(c for c in plain if not c.isspace() and unicodedata.category(c) != "Mn")
 
@@ -66,8 +66,8 @@ class HFTokenizer:
     """A tokenizer of the tokenizers library.
 
     content: its tokenizer.json; UserError if the library cannot read it. in_context: whether ids
-    and texts depend on what precedes them. Padding, truncation and BPE's dropout, with which a text
-    would get other ids in each call, are off.
+    and texts depend on the text before them. Padding, truncation and BPE dropout, which would give
+    a text different ids in each call, are off.
     """
 
     def __init__(self, content, in_context=True):
@@ -96,7 +96,7 @@ class HFTokenizer:
         self.gains_space = self.decode(self.before).startswith(" ")
 
     def is_kept(self, text):
-        """Whether a text has ids from which it comes back."""
+        """Whether decoding the ids of a text gives the text back."""
         with contextlib.suppress(UserError):
             return self.decode(self.encode(text)).strip().lower() == text.lower()
         return False
@@ -159,7 +159,7 @@ class HFTokenizer:
 
     # ---- Decoding
     def decode(self, ids):
-        """The text of ids, as a text of its own."""
+        """The text of ids, as a separate text."""
         return self.decode_each([ids], [])[0]
 
     def decode_each(self, rows, before):
@@ -179,8 +179,8 @@ class HFTokenizer:
         whole = [i for i, text in enumerate(texts) if BROKEN not in text]
         row = random.Random(0).choices(whole, k=TRIES)
         if before and self.decode_each([row], before) != ["".join(texts[i] for i in row)]:
-            what = "this tokenizer writes tokens otherwise beside others"
-            raise UserError(f"{what}, so its ids cannot be shown as text; take another one")
+            what = "the text of this tokenizer's tokens depends on their neighbors"
+            raise UserError(f"{what}, so its ids cannot be shown as text; use another one")
         return [self.bytes_of(i, text) for i, text in enumerate(texts)]
 
     def bytes_of(self, id, text):
@@ -195,7 +195,7 @@ class HFTokenizer:
 
     # ---- What is lost
     def check_kept(self, text):
-        """Raise UserError if encoding loses characters of a text, but for capitals and accents."""
+        """Raise UserError if encoding loses characters of a text, except for case and accents."""
         encoding = self.encoding(text)
         lost = [
             text[begin:end]
@@ -206,7 +206,7 @@ class HFTokenizer:
         lost += [c for c in text if not set(folded(c)) <= kept]
         if lost:
             what = f"the tokenizer does not know {lost[0][:20]!r} in {text[:40]!r}"
-            raise UserError(f"{what}; leave it out, or take another model")
+            raise UserError(f"{what}; leave it out, or use another model")
 
     def forgets_space_after(self, mark):
         """Whether ids do not tell if a space follows this character (WordPiece: punctuation)."""

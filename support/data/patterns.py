@@ -1,6 +1,6 @@
 """Synthetic patterns (--data=patterns): texts whose entropy is known exactly.
 
-Each text repeats a few of 15 symbols, LOW to HIGH of them (--periods=LOW-HIGH), up to its end.
+Each text repeats LOW to HIGH of 15 symbols (--periods=LOW-HIGH), up to its end.
 """
 
 import math
@@ -49,7 +49,7 @@ def check(config):
 def make(n, seed, length=64, periods=(2, 4)):
     """(n, length) uint8: each row a random pattern of some of the 15 symbols, repeated.
 
-    periods: of how many symbols patterns are, (lowest, highest); all are equally likely.
+    periods: the range of pattern lengths, (lowest, highest); all are equally likely.
     """
     rng = np.random.default_rng(seed)
     low, high = periods
@@ -65,11 +65,11 @@ def entropy(length=64, periods=(2, 4)):
     """Exact entropy of `make` in nats per token, for a length of at least twice a period.
 
     Then a text with two periods also has their greatest common divisor as a period (Fine and
-    Wilf). So each text repeats a word that is no repetition itself, and its periods are the
+    Wilf). So each text repeats a word that is not itself a repetition, and its periods are the
     multiples of that word's length d.
     """
     low, high = periods
-    words = {}  # d -> how many words of d symbols are no repetition of a shorter one
+    words = {}  # d -> how many words of d symbols do not repeat a shorter one
     total = 0.0
     for d in range(1, high + 1):
         words[d] = 15**d - sum(words[part] for part in range(1, d) if d % part == 0)

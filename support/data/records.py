@@ -30,11 +30,11 @@ def check_regular(path):
     """Raise UserError unless a path names a regular file: pipes cannot be read twice."""
     if not os.path.isfile(path):
         accepted = "a text file, .jsonl, .json, .parquet, a folder, shakespeare, patterns or pydoc"
-        raise UserError(f"--data={path} is no file; give {accepted}")
+        raise UserError(f"--data={path} is not a file; give {accepted}")
 
 
 def check_plain(path):
-    """Raise UserError for a file that is not plain text by its name or its first bytes."""
+    """Raise UserError for a file whose name or first bytes show that it is not plain text."""
     check_regular(path)
     if suffix_of(path) in NOT_TEXT:
         fix = "save texts as .jsonl or .parquet; of ids give the folder that has train.bin"
@@ -47,9 +47,9 @@ def check_plain(path):
 
 
 def find_files(path):
-    """(files to read, sorted by name; what is left out, but for hidden files) of a data set.
+    """(files to read, sorted by name; what is left out, except hidden files) of a data set.
 
-    Of a folder other formats and folders in it are left out.
+    In a folder, other formats and subfolders are left out.
     """
     path = Path(path)
     if not path.is_dir():
@@ -105,7 +105,7 @@ def texts_of(record, columns, template):
     if isinstance(record, list) and all(isinstance(each, tuple) for each in record):
         return record
     if not isinstance(record, dict):
-        raise UserError("it is not a JSON object with texts; mend or remove it")
+        raise UserError("it is not a JSON object with texts; fix or remove it")
     check_columns(record, columns)
     values = [record[name] for name in columns]
     if None in values:
@@ -130,11 +130,11 @@ def check_columns(names, columns):
 
 def check_text(text):
     if not isinstance(text, str):
-        raise UserError(f"{str(text)[:40]!r} is not a text; mend or remove it")
+        raise UserError(f"{str(text)[:40]!r} is not a text; fix or remove it")
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise UserError(f"half of a surrogate pair at {e.start}; mend or remove it") from None
+        raise UserError(f"half of a surrogate pair at {e.start}; fix or remove it") from None
 
 
 def read_text(path, size=PIECE):
@@ -177,7 +177,7 @@ def read_document(path, columns):
 
 
 def read_jsonl(path, columns):
-    """One record a line; blank lines are skipped."""
+    """One record per line; blank lines are skipped."""
     size = os.path.getsize(path)
     with files.open_regular(path) as raw:
         for number, line in enumerate(unpacked(raw, path), 1):
@@ -190,15 +190,15 @@ def unpacked(raw, path):
 
 
 def parse(content):
-    """What is in JSON, or a UserError if it is damaged."""
+    """The content of JSON, or a UserError if it is damaged."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as e:
-        return UserError(f"it is not JSON ({e}); mend or remove it")
+        return UserError(f"it is not JSON ({e}); fix or remove it")
 
 
 def read_json(path, columns):
-    """An array of objects, an object that holds one such array, or an object a line."""
+    """An array of objects, an object that holds one such array, or one object per line."""
     with files.open_regular(path) as raw:
         found = parse(unpacked(raw, path).read())
     if isinstance(found, UserError) and "Extra data" in str(found):  # a line is not all of it
@@ -216,7 +216,7 @@ def read_json(path, columns):
 
 
 def read_parquet(path, columns):
-    """One record a row; pages that have checksums are checked."""
+    """One record per row; pages that have checksums are checked."""
     pyarrow = optional("pyarrow", f"--data={path}")
     from pyarrow.parquet import ParquetFile
 
@@ -229,7 +229,7 @@ def read_parquet(path, columns):
                     number += 1
                     yield record, f"{path}, row {number}", number / file.metadata.num_rows
             if number != file.metadata.num_rows:  # checksums do not cover it
-                raise UserError(f"{number} rows in place of {file.metadata.num_rows}")
+                raise UserError(f"{number} rows instead of {file.metadata.num_rows}")
     except (pyarrow.ArrowException, UserError, UnicodeDecodeError, KeyError) as e:
         raise UserError(f"--data={path} cannot be read as parquet ({str(e)[:400]})") from None
 

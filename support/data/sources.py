@@ -35,10 +35,10 @@ class SourceSettings:
     """Synthetic patterns (--data=patterns), .bin files, damaged records."""
 
     periods: Annotated[str, Form(patterns.periods_in_form)] = "2-4"  # pattern period, LOW-HIGH
-    calibration_share: UpToHalf = 0.0  # of the training text, held back to fit the temperature
-    unknown: Literal["refuse", "drop"] = "refuse"  # characters that --init_from's tokenizer lacks
+    calibration_share: UpToHalf = 0.0  # share of the training text held out to fit the temperature
+    unknown: Literal["refuse", "drop"] = "refuse"  # characters unknown to --init_from
     bin_dtype: BinType = "auto"  # dtype of the ids (auto: uint16, or as meta.json says)
-    max_bad_records: Annotated[int, Bounds(-1, 1 << 31)] = -1  # skip so many (-1: all empty ones)
+    max_bad_records: Annotated[int, Bounds(-1, 1 << 31)] = -1  # number to skip (-1: empty ones)
 
 
 # ---- Texts
@@ -60,7 +60,7 @@ def has_documents(config):
 
 
 def default_data():
-    """What a run without --data learns: tiny Shakespeare, else a text that needs no network."""
+    """The default data set: tiny Shakespeare, or without a network a text that needs none."""
     try:
         shakespeare()
         return "shakespeare"
@@ -73,7 +73,7 @@ def default_data():
 def find_text(name):
     """The value of --data -> a function that streams its texts, or None for patterns.
 
-    Raises UserError for what cannot be had: no other text takes its place.
+    Raises UserError if it is not available: no other text replaces it.
     """
     if name == "patterns":
         return None
@@ -131,7 +131,7 @@ def write_meta(folder, tokenizer, meta):
 
 
 def state_of(source):
-    """What tells that a file has changed, its content; or a folder, its names and sizes."""
+    """A fingerprint that shows changes: of a file's content, or of a folder's names and sizes."""
     path = Path(source)
     if path.is_file():
         return dict(sha256=files.sha256_of(path))
@@ -162,7 +162,7 @@ def map_ids(path, dtype):
     size = path.stat().st_size
     if size % dtype.itemsize or not size or not path.is_file():
         fix = "restore it, or state the width with --bin_dtype"
-        raise UserError(f"{path} has {size} bytes, no whole number of {dtype} ids; {fix}")
+        raise UserError(f"{path} has {size} bytes, not a whole number of {dtype} ids; {fix}")
     magic, _, n = np.fromfile(path, np.int32, 3) if size >= HEADER else (0, 0, 0)
     if magic not in MAGIC:
         return np.memmap(path, dtype, mode="r")
@@ -208,7 +208,7 @@ def hold_back(ids, share, T):
         n -= n % T
     if min(n, len(train) - n) < T:
         what = f"--calibration_share={share} of {len(train)} tokens leaves {len(train) - n} and {n}"
-        raise UserError(f"{what}, and a window takes {T}; give another share, or more text")
+        raise UserError(f"{what}, but a window needs {T}; give another share, or more text")
     held = ids._replace(arrays=[train[:n], train[n:]])
     return ids._replace(arrays=[train[:n], val]), held
 
@@ -229,7 +229,7 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
         for ids in arrays:
             if ids.dtype == np.uint16 and len(ids) > 64 and not ids[1 : 1 << 20 : 2].any():
                 fix = "give --bin_dtype=uint32, or uint16 if they are"
-                raise UserError(f"{folder}: every second id is 0, as of ids of 32 bits; {fix}")
+                raise UserError(f"{folder}: every second id is 0, as with 32-bit ids; {fix}")
     ranges = [(int(piece.min()), int(piece.max())) for piece in slices_of(arrays)]
     smallest = min(low for low, _ in ranges)
     largest = max(high for _, high in ranges)
@@ -251,7 +251,7 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     checksum = checksum_of(tokenizer.to_json(), arrays)
     if is_ours and meta["checksum"] != checksum_of("", [], meta, checksum):
         fix = "restore it, or prepare the data again"
-        raise UserError(f"{folder} is damaged: its data do not have the checksum noted; {fix}")
+        raise UserError(f"{folder} is damaged: its data do not match their checksum; {fix}")
     # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.
     arrays = [ids.view(np.int32) if ids.dtype == np.uint32 else ids for ids in arrays]
     return Ids(meta, arrays, tokenizer, dict(data=checksum, dtype=np.dtype(dtype).name))
@@ -272,7 +272,7 @@ def tokenizer_of_ids(folder, V, largest, end_id, is_ours):
         tokenizer = Tokenizer("id", V or largest + 1, end)
     else:
         fix = "give --bin_dtype, or --vocab_size if it is right"
-        raise UserError(f"{folder} has the id {largest}: that is no usual vocabulary; {fix}")
+        raise UserError(f"{folder} has the id {largest}: this is not a usual vocabulary; {fix}")
     if end_id not in (-1, tokenizer.end_id):
         raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; leave it out")
     return tokenizer

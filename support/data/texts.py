@@ -1,4 +1,4 @@
-"""The texts of --data: read once to be counted and split, then encoded; errors name the place."""
+"""The texts of --data: read once to count and split them, then encoded; errors name the place."""
 
 import array
 import bisect
@@ -24,7 +24,7 @@ def unescape(separator):
 
 
 def open_source(config, template=None):
-    """The Source of --data; None for patterns, which are no text. template: a chat.ChatTemplate,
+    """The Source of --data; None for patterns, which are not text. template: a chat.ChatTemplate,
     for --chat_column."""
     if config.chat_column and template is None:
         needs = "needs a tokenizer with a chat template; give such a folder as --init_from"
@@ -222,9 +222,10 @@ class Records(Source):
                 raise UserError(f"{what} (or raise --max_bad_records={limit})")
 
     def find_edge(self, nine_tenths, ends):
-        """After how many characters validation begins: after the record at nine tenths, as a rule.
+        """The number of characters before validation: usually up to the record at nine tenths.
 
-        If that leaves too little to validate, it is split; a prompt and its answer validate.
+        If that leaves too little for validation, the record is split; a prompt and its answer are
+        used for validation.
         """
         edge = ends[bisect.bisect_left(ends, nine_tenths)]
         left = self.n - edge

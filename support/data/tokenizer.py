@@ -39,7 +39,7 @@ def name_characters(counts, limit=20):
 
 
 def shared(a, b):
-    """How many items at their beginning two texts or lists have in common."""
+    """The length of the common prefix of two texts or lists."""
     if b[: len(a)] == a:
         return len(a)
     return next((i for i, (c, d) in enumerate(zip(a, b)) if c != d), min(len(a), len(b)))
@@ -87,7 +87,7 @@ class Tokenizer:
 
     # ---- Encoding
     def encode_array(self, text):
-        """Text -> (n,) integers without [END]; UserError naming what has no id of a text."""
+        """Text -> (n,) integers without [END]; UserError that names characters without an id."""
         if self.kind == "char":
             codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
             ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
@@ -103,7 +103,7 @@ class Tokenizer:
         if self.kind == "id":
             ids = [int(i) if i.isdecimal() else -1 for i in text.split()]
             if any(not 0 <= i < self.vocab or i == self.end_id for i in ids):
-                raise UserError(f"{text[:40]!r} is no text of ids below {self.vocab}, as 0 6 1")
+                raise UserError(f"{text[:40]!r} is not a list of ids below {self.vocab}")
         elif self.kind == "word":  # five times as fast as the library
             ids = []
             for word in WORD.findall(text):
@@ -123,7 +123,7 @@ class Tokenizer:
             token = self.library.library.id_to_token(id)
             use = "ends a document" if id == self.end_id else "is [MASK]"
             what = f"a part of the text is read as {token!r}, which {use}"
-            raise UserError(f"{what}; remove it from the text, or take another --end")
+            raise UserError(f"{what}; remove it from the text, or use another --end")
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
@@ -145,7 +145,7 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, context, text):
-        """The ids of two texts of a user, the second of which goes on after the first."""
+        """The ids of two texts of a user, the second of which continues the first."""
         known = self.encode_lossless(context)
         self.encode_lossless(text)
         ids = self.encode(context + text)
@@ -173,7 +173,7 @@ class Tokenizer:
         return {token.content: id for id, token in added.items() if token.special}
 
     def cut(self, ids, edges):
-        """decode(ids) in parts, cut in front of the tokens at `edges`, which ascend.
+        """decode(ids) in parts, cut before the tokens at `edges`, which ascend.
 
         A character of several tokens belongs to the last of them.
         """
@@ -261,7 +261,7 @@ def describe(path):
 def tokenizer_from_json(path, *described):
     """The Tokenizer in a file that to_file wrote; raises UserError for anything else.
 
-    described: kind, vocab, end to take in place of what the file says
+    described: kind, vocab, end to use instead of those in the file
     """
     described = described or describe(path)
     with explained(f"{path} has a tokenizer that cannot be used"):
@@ -269,7 +269,7 @@ def tokenizer_from_json(path, *described):
 
 
 def tokenizer_of(folder):
-    """The Tokenizer of a checkpoint, or of what export.py --to=hf wrote of a network of ours."""
+    """The Tokenizer of a checkpoint, or of an export of our own network by export.py --to=hf."""
     path = folder / "tokenizer.json"
     tokenizer = tokenizer_from_json(path)
     kind = read_json(folder / "config.json", "config").get("model_type")
@@ -290,7 +290,7 @@ def open_tokenizer(path, end, end_token=""):
     """
     kind, vocab, _ = describe(path)
     if kind == "id":
-        raise UserError(f"{path} shows numbers, no text; give another tokenizer.json")
+        raise UserError(f"{path} shows numbers, not text; give another tokenizer.json")
     tokenizer = tokenizer_from_json(path, kind, vocab, False)
     specials = tokenizer.special_ids() if kind == "file" else {"[END]": True}
     names = [end_token] if end_token else END_TOKENS
@@ -324,7 +324,7 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
             warn(f"{what}; --tokenizer=bpe learns tokens that are parts of words")
         return Tokenizer("char", vocab, end)
     if size <= 256:
-        raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes take")
+        raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes need")
     sample = first_chunks(pieces(), min(train_characters, SAMPLE))
     if kind == "bpe":
         return Tokenizer("bpe", train_bpe(sample, size), end)

@@ -1,4 +1,4 @@
-"""A tokenizer as a JSON of the tokenizers library, written and read without that library.
+"""A tokenizer as JSON of the tokenizers library, written and read without that library.
 
 kind   in the library
 char   a WordLevel model of characters
@@ -148,7 +148,7 @@ def words(vocab):
 def describe(text):
     """The kind, vocab and end of a Tokenizer, from the text of a JSON of the tokenizers library.
 
-    Raises ValueError for what is no JSON. Any JSON that is not written here is a file.
+    Raises ValueError for text that is not JSON. Any JSON not written here is a file.
     """
     content = json.loads(text)
     with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # other parts

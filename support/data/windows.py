@@ -19,8 +19,8 @@ def count_documents(ids, end_id, prompt_column):
 def cut_windows(ids, config, end_id):
     """(W,) int64: where windows start, how many tokens they take, how many of these are learned.
 
-    They start at each document, and every T tokens in a longer one. Learned is the text; with
-    --objective=ar its [END]; of predicted lengths all that fills up a window too.
+    They start at each document, and every T tokens in a longer one. The text is learned; with
+    --objective=ar also its [END]; with predicted lengths also the padding of a window.
     """
     T = config.block_size
     ends = [np.zeros(0, np.int64)]
@@ -49,7 +49,7 @@ def cut_windows(ids, config, end_id):
             raise UserError(f"{longest}, more than --block_size={T}; shorten them or raise it")
         learned = (T - (prompts - edges[:-1])).astype(np.int32)
     if not learned.any():
-        raise UserError("there is no text but the ends of its documents, or no answer; give some")
+        raise UserError("there is no text apart from document ends, or no answer; give some")
     some = slice(None) if learned.all() else learned > 0
     return [torch.from_numpy(each[some]) for each in (starts, sizes, learned)]
 
@@ -61,7 +61,7 @@ def count_lengths(starts, sizes, learned, T):
 
 
 def pack_windows(starts, sizes, learned, T):
-    """The windows of documents, as many neighbours in one as fit into T tokens."""
+    """The windows of documents, as many neighbors in one as fit into T tokens."""
     starts, sizes, learned = (each.numpy() for each in (starts, sizes, learned))
     end = np.searchsorted(starts + sizes, starts + T, side="right")  # of each, the first too many
     n = i = 0

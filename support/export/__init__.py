@@ -1,4 +1,4 @@
-"""What an exported model contains beside its weights: the code that runs it, and its card."""
+"""What an exported model contains besides its weights: the code that runs it, and its card."""
 
 from pathlib import Path
 

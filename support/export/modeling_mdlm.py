@@ -150,7 +150,7 @@ class MDLMForMaskedLM(PreTrainedModel):
 
         attention_mask (B, T): 0 for padding; [PAD] is padding too. A padded row gives what it gives
         without its padding. Labels of -100 are not scored; the loss is 0 if none is scored. [PAD]
-        with another token's label is no padding, but a collator's random id: it is read as [MASK],
+        with another token's label is not padding, but a collator's random id: it is read as [MASK],
         and so is an [END] that is given (documents of known lengths, prompts).
 
         output_hidden_states: n_layer + 1 of (B, T, n_embd): what each layer reads, then what the
@@ -170,7 +170,7 @@ class MDLMForMaskedLM(PreTrainedModel):
         if labels is not None and (labels[~keep] != -100).any():
             raise ValueError("labels must be -100 where attention_mask is 0: padding is not scored")
         if position_ids is not None and ((position_ids - keep.cumsum(1) + 1) * keep).any():
-            raise ValueError("position_ids must be 0, 1, 2 ... of what is no padding, or left out")
+            raise ValueError("position_ids must be 0, 1, 2 ... except at padding, or left out")
         config = self.config
         if output_attentions if output_attentions is not None else config.output_attentions:
             raise ValueError("output_attentions is not possible: leave it out")
@@ -209,7 +209,7 @@ class MDLMForMaskedLM(PreTrainedModel):
         return labels
 
     def without_random(self, input_ids, labels):
-        """input_ids with [MASK] for random ids that are no part of a text. Checks the labels."""
+        """input_ids with [MASK] for random ids that are not part of a text. Checks the labels."""
         if labels.shape != input_ids.shape:
             raise ValueError("labels must be (B, T), as input_ids: ids, or -100 for no score")
         scored = labels != -100

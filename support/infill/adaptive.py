@@ -1,7 +1,7 @@
 """How many masks a call reveals, if that depends on what it predicts: fewer calls for easy texts.
 
-Tokens that are drawn in one call do not see each other. That matters little where the network is
-sure: where one token has nearly all of the probability, the other tokens can hardly change it.
+Tokens drawn in one call do not see each other. That matters little where the network is sure: if
+one token has nearly all of the probability, the other tokens can hardly change it.
 
 threshold      reveal all tokens of a higher probability (Wu et al., 2505.22618)
 entropy_bound  reveal in order of entropy, as long as the sum of the entropies, but for the largest,
@@ -20,18 +20,18 @@ RULES = {"threshold": ("confidence", "max_prob"), "entropy_bound": ("entropy",)}
 
 
 def rule_of(settings):
-    """The name of the rule that SamplerSettings ask for, or None. Raises UserError for two."""
+    """The name of the rule that SamplerSettings request, or None. Raises UserError for two."""
     asked = [name for name in RULES if getattr(settings, name)]
     if len(asked) > 1:
-        raise UserError("threshold and entropy_bound are two rules for the same; give one")
+        raise UserError("threshold and entropy_bound are alternative rules; give one")
     return asked[0] if asked else None
 
 
 def resolve(settings, context):
-    """SamplerSettings that ask for a rule, with its order, and the number of calls and corrections.
+    """SamplerSettings with a rule, its order, and the numbers of calls and corrections resolved.
 
-    context: tokens, for which there are at most `steps` calls: one each, unless fewer are given.
-    Raises UserError for an order that the rule cannot follow.
+    context: tokens, for which there are at most `steps` calls (default: one per token). Raises
+    UserError for an order that does not work with the rule.
     """
     rule = rule_of(settings)
     orders = RULES[rule]

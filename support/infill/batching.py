@@ -1,11 +1,11 @@
-"""Several Views in one network call, with results that do not depend on what else is in it.
+"""Several Views in one network call, with results that do not depend on the others.
 
 The last bits of a product over M rows depend on M: on CPUs MKL computes fewer than four rows, and
 the last M % 4 of a thread's share, by other instructions. So the rows of every product are padded
-to a multiple of MULTIPLE, here and in shared_padding.py. A text then gets the same logits, to the
-bit in float32 on a CPU, alone and beside others: sample.py and a server that merges the calls of
-many clients draw the same text for the same seed. (On GPUs products choose their tiles by M: there
-the logits differ by rounding.)
+to a multiple of MULTIPLE, here and in shared_padding.py. A text then gets the same logits alone and
+together with others, to the bit in float32 on a CPU: sample.py and a server that merges the calls
+of many clients draw the same text for the same seed. (On GPUs, products choose their tiles by M, so
+there the logits differ by rounding.)
 """
 
 import itertools
@@ -45,8 +45,8 @@ def are_alike(one, other):
 def compute(model, views):
     """Return the logits of each View, in one call of the network; they must be alike.
 
-    model: a network; or what stands in for one and merges calls itself, as a server's does
-    views: Views as objectives and caches make them
+    model: a network, or a stand-in that merges calls itself, like that of a server
+    views: Views, as made by objectives and caches
 
     A View with rows gets (n, V), one without (B, N, V).
     """

@@ -1,4 +1,4 @@
-"""How texts are shown: lines of JSON; in the terminal the steps, and fills with a certificate."""
+"""How texts are shown: as lines of JSON; in the terminal, steps and fills with a certificate."""
 
 import json
 import math
@@ -40,20 +40,20 @@ def safe_json(value):
     return UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], line)
 
 
-def has_colours(stream):
-    """Whether to print colours: on a terminal that supports them, unless NO_COLOR is set."""
+def has_colors(stream):
+    """Whether to print colors: on a terminal that supports them, unless NO_COLOR is set."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return is_terminal(stream) and not is_plain
 
 
 def highlighted(texts, dimmed=False):
-    """Join pairs (text, whether it was filled); on a terminal, escape them and colour the filled.
+    """Join pairs (text, whether it was filled); on a terminal, escape them and color the filled.
 
-    dimmed: print all in a faint colour instead
+    dimmed: print all in a faint color instead
     """
     if is_terminal(sys.stdout):
         texts = [(escaped(text), filled) for text, filled in texts]
-    if not has_colours(sys.stdout):
+    if not has_colors(sys.stdout):
         return joined(texts)
     if dimmed:
         return f"{FAINT}{joined(texts)}{PLAIN}"
@@ -93,7 +93,7 @@ class TerminalPlayer:
         status = f"step {self.number} of {self.steps}: {len(x) - left} of {len(x)} tokens"
         if self.changes:
             status += f", {self.changes} change{'s'[: self.changes != 1]}"
-        if not has_colours(sys.stdout):
+        if not has_colors(sys.stdout):
             text = escaped(self.tokenizer.decode(x))
             print(status, text, sep="\n", file=sys.stderr, flush=True)
             return
@@ -105,7 +105,7 @@ class TerminalPlayer:
         time.sleep(0.05)  # so that the eye can follow
 
     def lines(self, x, new, changed, width):
-        """Break the text into lines of the terminal's width, with a colour for each token.
+        """Break the text into lines of the terminal's width, with a color for each token.
 
         new, changed: (T,) bools. A dot stands for a byte of an incomplete character.
         """
@@ -175,7 +175,7 @@ def likeliest(tokenizer, p, n, first=False):
 
 # ---- Fills, ranked
 def show(candidates, facts, with_scores):
-    """Print ranked texts, the best first: on a terminal or with scores all of them, else the best.
+    """Print ranked texts, best first: all of them on a terminal or with scores, else the best.
 
     candidates: lists of pairs (text, whether it was filled)
     facts: dict whose "candidates" has the numbers of each, as sample.show_search gives them

@@ -1,7 +1,7 @@
 """Several networks as one model, which predicts the mean of their probabilities.
 
-Networks that were trained apart make different mistakes, so the mean is often better than each of
-them (results/record.md). Its loss is never above the mean of their losses, as -log is convex. A
+Networks that were trained separately make different mistakes, so the mean is often better than each
+(results/record.md). Its loss is never above the mean of their losses, because -log is convex. A
 mean of distributions is a distribution, so its NELBO is a bound and its chain rule is exact, as for
 one network.
 """
@@ -54,7 +54,7 @@ class Ensemble(nn.Module):
         return total - math.log(len(self.networks))
 
     def replaced(self, function):
-        """Return a copy, hooks included, with function(network) in place of each network."""
+        """Return a copy, hooks included, with each network replaced by function(network)."""
         other = copy.copy(self)
         # copy.copy shares the dict of submodules: replace it in the copy alone.
         other._modules = dict(networks=nn.ModuleList(map(function, self.networks)))
@@ -101,4 +101,4 @@ def check_alike(one, first, folder, other):
     for model, path in ((first[0], one), (other[0], folder)):
         if model.objective.n_texts > 1:
             what = f"{path} writes block by block, which several networks cannot do together"
-            raise UserError(f"{what}; give it alone")
+            raise UserError(f"{what}; give it on its own")

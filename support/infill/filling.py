@@ -1,4 +1,4 @@
-"""Fills a template: which lengths its gaps may have, and the likeliest fills of these, proven.
+"""Fills a template: finds lengths for its gaps, and their most likely fills, with proof.
 
 1. One call over all lengths of a gap of unknown length says which are likely (lengths.py).
 2. For each of these, log p(after | before) with masks in the gaps: a chain rule over the next REACH
@@ -6,9 +6,9 @@
 3. One search for the likeliest fills, whatever their length (search.py): by log p(gap, after |
    before) = log p(after | before) + log p(gap | before, after). The chain rule holds in any order.
 
-With known lengths it begins at 3, with log p(gap | both sides). A gap at the end of the text has
-all of its lengths in one search, as its fills end with [END] or a line break. Where there is more
-to fill than a search can, a sampler draws some fills, which then compete.
+With known lengths, it begins at 3, with log p(gap | both sides). A gap at the end of the text has
+all of its lengths in one search, because its fills end with [END] or a line break. If there is too
+much to fill for a search, a sampler draws some fills, which are then ranked.
 """
 
 import functools
@@ -66,7 +66,7 @@ class Candidates(list):
 
     proven            no other fill, of the lengths that were searched, is likelier than the last
     bound             log p of every other fill is at most this, nats
-    excluded          the probability of what may not stand in the gaps (and, if joint, of other
+    excluded          the probability of fills that are not allowed (and, if joint, of other
                       text after them) that the search has met; of the best one's length
     rest              that of all fills of this length that are neither listed nor excluded
     compares_lengths  whether `logp` is log p(gap, after | before); else log p(gap | both sides)
@@ -98,9 +98,9 @@ def fill(
     """The n likeliest fills of a template: Candidates.
 
     segments: the template, as from templates.parse. max_gap: the longest fill of a gap of unknown
-    length, in tokens. limit: sequences that the search may take; deadline: time.monotonic() after
-    which it does not go on. draw(segments, n): what a sampler fills a template with, whose lengths
-    are known, as sample.Written. update(n): called when the network has seen n more texts
+    length, in tokens. limit: maximum number of sequences; deadline: time.monotonic() after which
+    the search stops. draw(segments, n): a sampler's fills of a template whose lengths are known, as
+    sample.Written. update(n): called when the network has seen n more texts
 
     Raises UserError if no fill can be shown.
     """
@@ -173,7 +173,7 @@ class Filling:
         return [one.ids for one in made]
 
     def is_late(self):
-        """Whether half of the time is over, so that what is left is for one length."""
+        """Whether half of the time is over; the rest is reserved for one length."""
         return 2 * time.monotonic() > self.began + self.deadline
 
     def finish(self, limit=LIMIT):
@@ -226,8 +226,8 @@ class Filling:
         for segment in self.search.frames[0].filter.segments:
             if segment.is_gap and segment.pattern:
                 what = f"no fill of {segment.pattern[:40]!r} was found that is shown as it matches"
-                raise UserError(f"{what}; leave a space beside the gap, or leave the pattern out")
-        raise UserError("no fill was found in the time, or number of calls, given; give more")
+                raise UserError(f"{what}; put a space beside the gap, or leave the pattern out")
+        raise UserError("no fill was found within the given time or number of calls; give more")
 
 
 # ---- Lengths
@@ -254,7 +254,7 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadli
             known[i] = segments[i].of_length(min(lengths))
     room = L - sum(s.size for i, s in enumerate(known) if i not in options)
     n_options = math.prod(len(lengths) for lengths in options.values())
-    # Of each combination of the lengths of lists, whose texts are all compared, so many.
+    # This many for each combination of the lengths of lists, whose texts are all compared.
     n_kept = N_LENGTHS + len(options) - 1
     listed = [k for k, i in enumerate(options) if segments[i].spelled]
     n_listed = math.prod(len(options[i]) for i in options if segments[i].spelled)
@@ -324,7 +324,7 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count, deadline
 
 
 def hidden(model, gap):
-    """Text of which the network sees nothing, in place of a gap of known length."""
+    """Text that is hidden from the network, instead of a gap of known length."""
     return Text("", [model.mask_id] * gap.size)
 
 

@@ -1,4 +1,4 @@
-"""What may stand at the open positions of a template: a filter on what a search expands."""
+"""What is allowed at the open positions of a template: a filter on what a search expands."""
 
 import functools
 from types import SimpleNamespace
@@ -139,7 +139,7 @@ def whole_characters(vocab_size):
     kinds = torch.full((vocab_size,), 5)
     kinds[:0x80], kinds[0x80:0xC0], kinds[0xC2:0xE0] = 0, 4, 1
     kinds[0xE0:0xF0], kinds[0xF0:0xF5] = 2, 3
-    S = 4  # the state that is no text
+    S = 4  # the state that is not text
     step = torch.full((S + 1, 6), S)
     step[0, :4] = torch.arange(4)
     step[1:4, 4] = torch.arange(3)

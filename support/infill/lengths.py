@@ -1,4 +1,4 @@
-"""How likely the lengths of a gap are: a score of each of them by a single call.
+"""How likely the lengths of a gap are: a score for each length, from a single call.
 
 The network sees the text with the gap and the first N_AFTER tokens after it masked. The score adds
 

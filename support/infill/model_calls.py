@@ -56,7 +56,7 @@ MOST_LOGITS = 1 << 24  # numbers that a Memo holds at most: 64 MiB in float32
 
 
 class Memo:
-    """Remembers logits by position and by the text that the network saw.
+    """Caches logits by position and by the text that the network saw.
 
     The many draws for a short gap produce the same few texts again and again.
     """

@@ -1,4 +1,4 @@
-"""How likely texts are, and each of their tokens: what a program asks a model.
+"""How likely texts are, and each of their tokens.
 
 Every token is predicted in the model's own way. Its log-probability given all others is that of
 log p(x_i | x_j, j != i), where x_i alone is masked. A model of blocks sees no later block, and an
@@ -221,14 +221,14 @@ def score(
 
     Documents: with given lengths all is given the length; else the [END] that ends a text is a
     token of it. A text beyond the context is cut into windows of that size, each of which begins
-    anew, as in eval.py; a pair must fit. Raises UserError for that, for texts that cannot be
+    anew, as in eval.py; a pair must fit. Raises UserError if it does not, for texts that cannot be
     encoded, and for those without a token to score.
     """
     check_tokenizer(tokenizer, model)
     model = calibrated(model)
     passes = whole_number("passes", passes, 2, 1 << 20)
     if passes % 2:
-        raise UserError(f"passes={passes} is odd; give an even number, as masks come in pairs")
+        raise UserError(f"passes={passes} is odd; give an even number, because masks come in pairs")
     seed = whole_number("seed", seed, 0, (1 << 32) - 1)
     is_list = isinstance(texts, (list, tuple)) and not is_pair(texts)
     cuts = [cut_windows(model, tokenizer, text) for text in (texts if is_list else [texts])]
@@ -278,7 +278,7 @@ def cut_windows(model, tokenizer, text):
         raise UserError(f"{text[:40]!r} has no token to score; give some text")
     ids = [*given, *ids, *end]
     if given and len(ids) > L:
-        raise UserError(f"a pair has {len(ids)} tokens, the context only {L}; shorten it")
+        raise UserError(f"a pair has {len(ids)} tokens, but the context has only {L}; shorten it")
     windows = []
     device = device_of(model)
     for start in range(0, len(ids), L):

@@ -4,8 +4,8 @@
 \\[MASK] stands for the text [MASK] itself. The fills of [___:REGEX] and [███:REGEX] must match a
 regular expression, that of [___|yes|no] is one of a list (constraint.py).
 
-In the code a template is a list of segments, each a Text (what is given) or a Gap. A Text is
-tokenized as in the middle of a whole text, after the text that precedes it
+In the code, a template is a list of segments, each a Text (given) or a Gap. A Text is tokenized as
+in the middle of a whole text, after the text that precedes it
 (support/data/hf_tokenizer.py).
 """
 
@@ -26,7 +26,7 @@ from nanomdlm.support.errors import TooLong, UserError
 GAP = re.compile(r"((?<!\\)\[(?:___|█+)[:|]|█|(?<!\\)\[MASK\]|\[___\])")
 GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabulary without _
 OPENING = re.compile(r"(?:___|█+)[:|]")
-ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text that is no mark
+ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text, not a mark
 LINE_END = re.compile("\r?\n")
 SPACED = ".,;:!?%"  # marks that a space usually follows
 
@@ -54,7 +54,7 @@ class Text(str):
 
 
 class Gap(NamedTuple):
-    """What is to be filled, and what its fill must match."""
+    """A gap to fill, and what its fill must match."""
 
     length: int | None = None  # tokens; None: unknown
     pattern: str = ""  # a regular expression; "": anything
@@ -72,7 +72,7 @@ class Gap(NamedTuple):
 
     @property
     def size(self):
-        """Tokens, the least of an unknown number."""
+        """Tokens; the minimum if the number is unknown."""
         if self.length is not None:
             return self.length
         if self.spelled:
@@ -82,7 +82,7 @@ class Gap(NamedTuple):
         return 0 if self.pattern else 1  # one that must match may be empty
 
     def lengths(self, max_gap):
-        """The numbers of tokens that it may have, up to max_gap unless all choices are known."""
+        """The possible numbers of tokens, up to max_gap unless all choices are known."""
         if self.spelled:
             return sorted({len(ids) for ids in self.spelled})
         return self.automaton.lengths(max_gap) if self.automaton else [*range(1, max_gap + 1)]
@@ -139,7 +139,7 @@ def encode_strings(segments, tokenizer):
 
 
 def encode_segments(segments, tokenizer):
-    """Return the segments with a Text in place of each string. Strings alternate with gaps.
+    """Return the segments with each string replaced by a Text. Strings alternate with gaps.
 
     Each Gap that must match has its automaton then, which depends on what precedes it.
     """
@@ -481,7 +481,7 @@ def read(template, tokenizer, context):
     segments = split(template, gap)
     if all(isinstance(segment, str) for segment in segments):
         use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"
-        raise UserError(f"{template[:40]!r} has nothing to fill; {use}")
+        raise UserError(f"{template[:40]!r} has no gap; {use}")
     for segment, after in itertools.pairwise(segments):
         if isinstance(segment, Gap) and segment.is_open and isinstance(after, Gap):
             use = "write █ for each token"
@@ -499,7 +499,7 @@ def check_context(segments, context):
 
 
 def to_ids(segments, tokenizer, mask=0):
-    """Return the ids of segments, with `mask` in gaps: in those of unknown length the fewest."""
+    """Return the ids of segments, with `mask` in gaps: the minimum if the length is unknown."""
     ids = []
     for segment in encode_segments(segments, tokenizer):
         ids += [mask] * segment.size if segment.is_gap else segment.ids

@@ -1,4 +1,4 @@
-"""How well texts are written: known and distinct words; settings side by side."""
+"""The quality of texts: known and distinct words; comparisons of settings."""
 
 import dataclasses
 import io
@@ -22,7 +22,7 @@ ENOUGH = 2_000_000  # tokens of a training text
 
 
 def training_text(folder, tokenizer, config):
-    """The text that the model in a checkpoint folder has learned; None, and why, if it is gone."""
+    """The training text of a checkpoint's model; None, with a warning, if it is gone."""
     data = folder.parent / "data"
     if sources.is_ids(config.data):
         data = Path(config.data)
@@ -39,7 +39,7 @@ def training_text(folder, tokenizer, config):
             text = tokenizer.decode(tokenizer.encode(text))
         return text
     except (OSError, ValueError, UserError) as e:
-        terminal.warn(f"known words are not counted: the training text is not here ({e})")
+        terminal.warn(f"known words are not counted: the training text is not available ({e})")
         return None
 
 
@@ -93,7 +93,7 @@ def variants(options, given, settings, resolve):
         fix = f"give one of {', '.join(settings)}, as in --compare=temperature=0.5,1"
         raise UserError(f"--compare={options.compare} is not accepted; {fix}")
     if "" in values.split(","):
-        fix = "give a value between commas, and none at the end"
+        fix = "give a value after each comma"
         raise UserError(f"--compare={options.compare} has an empty value; {fix}")
     n = options.num_samples or TEXTS
     rows = {}
@@ -103,7 +103,7 @@ def variants(options, given, settings, resolve):
         except UserError as e:
             raise UserError(f"--compare={options.compare}: {e}") from None
         for same in asked.keys() & given.keys():
-            why = f"as --compare={name} gives it in every row; leave one of them out"
+            why = f"because --compare={name} sets it in every row; leave one of them out"
             raise UserError(f"--{same} has no effect, {why}")
         if f"{name}={value}" in rows:
             raise UserError(f"--compare has {name}={value} twice; give each value once")

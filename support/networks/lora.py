@@ -22,7 +22,7 @@ from nanomdlm.support.errors import UserError
 
 
 def library():
-    """The peft library; UserError where it is missing."""
+    """The peft library; UserError if it is missing."""
     return optional("peft", "--lora")
 
 
@@ -76,7 +76,7 @@ def first_value(name, shape, seed):
     """The values with which an adapter begins: B zeros, so that nothing changes at first, and A
     (R, inputs) as nn.Linear draws them.
 
-    They depend on the name and the seed alone, so they are equal however many ranks make them.
+    They depend only on the name and the seed, so they do not depend on the number of ranks.
     """
     if "lora_B" in name:
         return torch.zeros(shape)

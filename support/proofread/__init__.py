@@ -1,1 +1,1 @@
-"""Proofreading: finds what does not belong in a text, and what to write there."""
+"""Proofreading: finds mistakes in a text, and corrections for them."""

@@ -6,12 +6,12 @@ from nanomdlm.support.proofread.races import Edit
 
 
 class Change(NamedTuple):
-    """What proofreading changes in a text.
+    """A change that proofreading makes in a text.
 
     position: of the first character that is changed, from 0; line and column: the same, from 1
     kind: substitution, insertion, deletion or swap; several near each other are a substitution
     gain: nats by which the text becomes likelier, see `Proofreader.decide`
-    p_before, p_after: probability of the token that was there, and of the one that is there now,
+    p_before, p_after: probability of the old token, and of the new one,
         masked as it was found; None if there is none, or several
     """
 

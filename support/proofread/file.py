@@ -50,7 +50,7 @@ ins { color: #182; font-weight: bold; text-decoration: none; border-bottom: 2px 
 
 # ---- Reading
 def pieces(f, name):
-    """Yield the text of a binary file in pieces; UserError for what is not UTF-8, or empty."""
+    """Yield the text of a binary file in pieces; UserError if it is not UTF-8, or empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     at = 0
     line = 1
@@ -64,7 +64,7 @@ def pieces(f, name):
         except UnicodeDecodeError as e:
             line += e.object[held : e.start].count(b"\n")
             what = f"line {line} of {name} is not UTF-8 text (byte {at - held + e.start})"
-            raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
+            raise UserError(f"{what}; convert it to UTF-8, for example with iconv") from None
         if text:
             yield text
         if not chunk:
@@ -114,7 +114,7 @@ def check_output(options):
 
 
 class Nothing:
-    """Stands for an output that was not asked for."""
+    """An output that was not requested."""
 
     def put(self, content):
         pass
@@ -137,14 +137,14 @@ def open_output(path):
 
 # ---- Showing changes
 class Shown:
-    """Prints the lines that are changed, of long lines what is around the changes.
+    """Prints the changed lines; of long lines, only the parts around the changes.
 
-    In colours, or as [-removed-]{+added+} where there are none.
+    In colors, or as [-removed-]{+added+} where there are none.
     """
 
     def __init__(self, stream):
         self.stream = stream
-        self.has_colours = display.has_colours(stream)
+        self.has_colors = display.has_colors(stream)
         self.begin("")
 
     def begin(self, before, is_cut=False):
@@ -195,7 +195,7 @@ class Shown:
             self.plain(text.replace("\r\n", "\n").replace("\n", "↵"))
             for text in (part.before, part.after)
         )
-        if self.has_colours:
+        if self.has_colors:
             removed = f"{REMOVED}{before}{display.PLAIN}" if before else ""
             return removed + (f"{ADDED}{after}{display.PLAIN}" if after else "")
         return (f"[-{before}-]" if before else "") + (f"{{+{after}+}}" if after else "")

@@ -1,13 +1,13 @@
 """The prior of mistakes: how many there are, of which kinds, and what they leave in a text.
 
-    number              5 % of all characters, of each kind as many
-    a wrong character   half of them beside the right one on a keyboard, half any character
-    one too many        half of them as one of the characters around it, or beside it; half any
+    number              5 % of all characters, equally many of each kind
+    a wrong character   half: one beside the right one on a keyboard; half: any character
+    one too many        half: one of the characters around it, or one beside these; half: any
     one missing, two swapped    any
 
 Only their number is fitted to a text: it is more than twice that of the text with which it was
 chosen, because more mistakes are found then (results/proofreading.md). studies/proofreading.py
-gives the same prior, but for the number, to its 6-gram model.
+uses the same prior, except for the number, for its 6-gram model.
 """
 
 import math
@@ -21,7 +21,7 @@ ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # letters alone: keyboards differ
 
 
 def beside():
-    """Letter -> those beside it on a QWERTY keyboard, of the same case."""
+    """Letter -> its neighbors on a QWERTY keyboard, of the same case."""
     letters = {}
     for r, row in enumerate(ROWS):
         for i, c in enumerate(row):

@@ -1,25 +1,25 @@
-"""Proofreading: finds tokens that do not belong in a text, without marks, and what to write there.
+"""Proofreading: finds tokens that do not belong in a text, without marks, and corrects them.
 
 A text is read window by window, in four steps.
 
-1. Doubt. Each token is masked once, alone and with the next two, many in a call: where a token is
-   missing, none would fit between those that are there, though each of them looks right.
-2. Propose, where these probabilities leave it likely enough: another token; of characters and bytes
-   also one more, one less, two swapped, or the second of two equal words less.
-3. Prune. Edits near each other are rivals in a Race, with what is there. Each is a text for the
-   region from the first of them on to REACH tokens after the last. Its log p, given all other
-   tokens, is asked for a third of its tokens at a time. It only falls, so a rival leaves when it is
-   certain to stay far behind the best.
-4. Decide. The rivals left race again, token by token: log p(the region | all other tokens) by the
-   chain rule. (Other regions of the same call are masked too, at least APART tokens away.) What an
-   edit gains over what is there, beyond its cost, which the prior of mistakes says, are its
-   log-odds. One that turns a name, or words that the text has elsewhere, into words unknown to it
-   costs more: nobody misspells a name twice alike. Where the edits near each other are together
-   likelier than no mistake, the best of them is kept.
+1. Doubt. Each token is masked once, alone and with the next two, many per call: if a token is
+   missing, each of its neighbors looks right, but no other token would fit between them.
+2. Propose, if these probabilities make it likely enough, another token; for characters and bytes
+   also an insertion, a deletion, a swap of two, or the deletion of the second of two equal words.
+3. Prune. Edits near each other, and the original, are rivals in a Race. Each is a text for the
+   region from the first of them to REACH tokens after the last. Its log p, given all other tokens,
+   is computed for a third of its tokens at a time. It can only fall, so a rival is dropped when it
+   is certain to stay far behind the best.
+4. Decide. The remaining rivals race again, token by token: log p(the region | all other tokens) by
+   the chain rule. (Other regions of the same call are masked too, at least APART tokens away.) The
+   gain of an edit over the original, minus its cost by the prior of mistakes, are its log-odds. An
+   edit that turns a name, or words that occur elsewhere in the text, into words unknown to it costs
+   more: names are rarely misspelled twice in the same way. If the edits near each other are
+   together likelier than no mistake, the best of them is kept.
 
-Proposals near a change race again, as a mistake beside it is easier to see then. Regions that are
-far apart share calls. Nothing else is changed: a text without doubtful tokens comes back byte for
-byte. What was measured: results/proofreading.md.
+Proposals near a change race again, because a mistake next to it is then easier to see. Regions that
+are far apart share calls. Nothing else is changed: a text without doubtful tokens comes back byte
+for byte. Measurements: results/proofreading.md.
 """
 
 import itertools
@@ -50,9 +50,9 @@ from nanomdlm.support.proofread.tokens import (
 from nanomdlm.support.proofread.words import LONGEST, WORD, Words, end_of, looks_like_a_name
 from nanomdlm.support.run.calibration import calibrated
 
-STRIDE = 8  # doubt: one token in so many is masked alone in a call
-RUN = 3  # and so many tokens in a row,
-RUN_STRIDE = 12  # one run in so many
+STRIDE = 8  # doubt: a call masks single tokens at this distance
+RUN = 3  # and runs of this many tokens,
+RUN_STRIDE = 12  # at this distance
 NEAR = 4  # tokens: edits at most so far apart are accounts of one mistake
 RACE_LENGTH = 8  # tokens over which the edits of a race begin
 APART = 6  # tokens between regions that share a call
@@ -105,9 +105,9 @@ def check_model(model, tokenizer):
 
 # ---- What the network says
 class Answers(NamedTuple):
-    """Of n masked positions: log p of the token that is asked for, and the best other one.
+    """For n masked positions: log p of the requested token, and the best other token.
 
-    That is what was meant, most probably, if the token that is asked for was written.
+    The latter is what was most probably meant if the requested token was written.
     """
 
     logp: list

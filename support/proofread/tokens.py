@@ -1,4 +1,4 @@
-"""A text as tokens that join to its bytes again, whatever a model knows of them."""
+"""A text as tokens that join to its bytes again, even if a model does not know them."""
 
 import itertools
 import re
@@ -44,7 +44,7 @@ def with_returns(text, start, stop, ends):
 class Cutter:
     """Cuts a text into Tokens that join to its bytes. Line ends \\r\\n are shown as \\n.
 
-    Raises UserError for a tokenizer whose ids stand for no text.
+    Raises UserError for a tokenizer whose ids have no text.
     """
 
     def __init__(self, tokenizer):
@@ -162,7 +162,7 @@ class Cutter:
         return [chr(i) for i in range(256)] if self.tokenizer.kind == "byte" else None
 
     def barred(self, vocab_size):
-        """(V,) bool: the ids that are not proposed, as they are no text, or no text alone."""
+        """(V,) bool: the ids that are not proposed: they are not text, or not on their own."""
         barred = torch.zeros(vocab_size, dtype=torch.bool)
         if self.tokenizer.kind == "byte":
             barred[128:] = True

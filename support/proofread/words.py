@@ -1,4 +1,4 @@
-"""Words of a text, by which proofreading knows names and repetitions."""
+"""Words of a text, from which proofreading knows names and repetitions."""
 
 import re
 from collections import Counter

@@ -1,1 +1,1 @@
-"""What surrounds the steps of a run: checkpoints, optimizers, ranks, the log, time, evaluation."""
+"""Everything around the steps of a run: checkpoints, optimizers, ranks, log, time, evaluation."""

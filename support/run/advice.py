@@ -1,4 +1,4 @@
-"""What to do about a run that cannot go on: sentences that name flags which it accepts."""
+"""Advice for a run that cannot continue: sentences that name flags which it accepts."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def advice(run):
 
 
 def go_on(run, fix):
-    """How a run that ended goes on with other flags: a sentence."""
+    """A sentence on how to continue a run that ended, with other flags."""
     config = run.config
     if saved_step(run) < 0:
         overwrite = "--overwrite and " * config.overwrite
@@ -35,7 +35,7 @@ def saved_step(run):
 
 # ---- A full memory
 def advice_on_memory(run):
-    """What to do about a full memory: flags that this run accepts."""
+    """What to do if memory is full: flags that this run accepts."""
     config = run.config
     n = 2 * config.gradient_accumulation_steps
     fixes = []

@@ -1,9 +1,9 @@
 """Temperature calibration: one number per network, by which its logits are divided.
 
-A network that saw its training text many times is too sure of itself. A temperature above 1
-corrects that (Guo et al., 1706.04599). It is fitted to text that the network has not learned, and
-kept in config.json with its source: {"temperature": 1.1, "source": ...}. Likelihoods and rankings
-use it; the sampler does not, as its texts are not better for it (results/sampling.md).
+A network that saw its training text many times is overconfident. A temperature above 1 corrects
+that (Guo et al., 1706.04599). It is fitted to text that the network has not learned, and kept in
+config.json with its source: {"temperature": 1.1, "source": ...}. Likelihoods and rankings use it;
+the sampler does not, because its texts do not improve (results/sampling.md).
 """
 
 import copy

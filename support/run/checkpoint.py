@@ -62,7 +62,7 @@ def write_checkpoint(out_dir, name, contents, score=None):
 
 
 def describing(config, tokenizer, model):
-    """The files of a checkpoint that say what its weights are, name -> bytes."""
+    """The files of a checkpoint that describe its weights, name -> bytes."""
     content = dict(format="mdlm", version=1, config=dataclasses.asdict(config))
     if calibration := getattr(model, "calibration", None):
         content["calibration"] = calibration
@@ -219,7 +219,7 @@ def find_intact(out_dir):
             warn(f"{e}; trying the one before it")
     fix = f"train one with: {environment.command('mdlm.py')} --out_dir={environment.quote(out_dir)}"
     fix += " --overwrite" if folders else ""
-    raise UserError(f"{out_dir} holds no intact checkpoint of mdlm.py; {fix}")
+    raise UserError(f"{out_dir} has no intact checkpoint of mdlm.py; {fix}")
 
 
 class Changed(Exception):
@@ -241,7 +241,7 @@ def unchanged(folder):
 
 
 def identity(folder):
-    """What tells a folder from a later one of the same name; None if there is none."""
+    """An identity that distinguishes a folder from a later one of the same name, or None."""
     with contextlib.suppress(OSError):
         about = os.stat(folder)
         return about.st_dev, about.st_ino, about.st_mtime_ns
@@ -252,21 +252,21 @@ def check_source(name):
     """Raise UserError for an --init_from that does not exist: nothing is loaded from a hub."""
     if not Path(name).exists():
         fix = "give the folder of a run or of a model: hf download NAME --local-dir FOLDER"
-        raise UserError(f"--init_from={name} is no folder, and nothing is loaded from a hub; {fix}")
+        raise UserError(f"--init_from={name} is not a folder; nothing is loaded from a hub; {fix}")
 
 
 SHIPPED = Path(__file__).parent.parent.parent / "weights" / "shakespeare"
 
 
 def default_run(out_dir):
-    """out_dir if it is given, else out/ if a run is there, else the model that is shipped."""
+    """out_dir if it is given, else out/ if it has a run, else the included model."""
     if out_dir or checkpoints("out") or not SHIPPED.is_dir():
         return Path(out_dir or "out")
     return SHIPPED
 
 
 def is_export(folder):
-    """Whether a folder is what export.py --to=hf wrote of a network of ours."""
+    """Whether a folder is an export of our own network by export.py --to=hf."""
     with contextlib.suppress(UserError):
         return files.read_json(folder / "config.json", "config").get("model_type") == "mdlm"
     return False
@@ -289,7 +289,7 @@ def settings_of_export(content, known):
 
 
 def upgraded(config):
-    """The settings of a config.json of an earlier version by the names of now."""
+    """The settings in a config.json of an earlier version, by their current names."""
     config = dict(config)
     for old, new in dict(log="tracker", whole="infill_share", lengths="document_length").items():
         if old in config:
@@ -375,7 +375,7 @@ def explain_safetensors(path):
     try:
         yield
     except (SafetensorError, OSError, KeyError, OverflowError, MemoryError) as e:
-        raise UserError(f"{path} is no safetensors file: {e}") from e
+        raise UserError(f"{path} is not a safetensors file: {e}") from e
 
 
 def names_in(path):
@@ -384,7 +384,7 @@ def names_in(path):
         stored = list(f.keys())
     names = {name_now(name): name for name in stored}
     if len(names) < len(stored):
-        raise UserError(f"{path} has a tensor twice; take an earlier checkpoint, or train again")
+        raise UserError(f"{path} has a tensor twice; use an earlier checkpoint, or train again")
     return names
 
 
@@ -414,7 +414,7 @@ def read_tensors(path, expected=None, kinds=("F32",)):
 
 
 def saved_buffers(model):
-    """The names of a model's tensors that a checkpoint keeps beside the weights."""
+    """The names of a model's tensors that a checkpoint keeps besides the weights."""
     return model.state_dict().keys() & dict(model.named_buffers(recurse=False)).keys()
 
 
@@ -438,7 +438,7 @@ def read_weights(folder, model):
 
 
 def without_state(folder, dtype, exact):
-    """The files of a checkpoint, name -> bytes, without what --resume needs beside the weights.
+    """The files of a checkpoint, name -> bytes, without what --resume needs besides the weights.
 
     dtype: the torch.dtype of the weights in the file. exact: names of tensors that keep theirs.
     """

@@ -1,7 +1,7 @@
-"""How good a checkpoint is, as far as it or its run says, and the line that a program prints of it.
+"""The score of a checkpoint, from its manifest or its run's log, and the line that shows it.
 
-A checkpoint keeps its last evaluation in its manifest, so that a copy of the folder knows it too.
-Of an older one log.jsonl has it. Neither may be trusted: what is odd counts as missing.
+A checkpoint keeps its last evaluation in its manifest, so that a copy of the folder has it too; for
+older ones it is in log.jsonl. Neither is trusted: odd values count as missing.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ def judge(score, folder, vocab_size, stopped):
 
 
 def described(folder, config, vocab_size):
-    """What a program uses: "out/step-38, pydoc, NELBO 4.63: barely trained"."""
+    """The model in words: "out/step-38, pydoc, NELBO 4.63: barely trained"."""
     shown = min(str(folder), relative(folder), key=len)
     folder = Path(folder).resolve()
     data = " ".join(Path(config.data).name.split())[:40] or config.data[:40]
@@ -112,7 +112,7 @@ def described(folder, config, vocab_size):
 
 
 def introduce(folders, config, vocab_size, out_dir):
-    """Say on stderr which model a program uses, in one line; out_dir: the one asked for, or "".
+    """Print to stderr, in one line, which model a program uses; out_dir: the one given, or "".
 
     folders: those of its checkpoints, one for each network of an Ensemble
     """

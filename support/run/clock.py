@@ -29,7 +29,7 @@ SAVE_EVERY = 600.0  # seconds between extra saves; longer if saving itself takes
 
 
 class Budget(NamedTuple):
-    """What an evaluation scores, and until when, on the clock of time.monotonic()."""
+    """What an evaluation scores, and its deadline by time.monotonic()."""
 
     windows: torch.Tensor  # (n, T)
     passes: int
@@ -149,7 +149,7 @@ class Clock:
         return Budget(windows, passes, calls, time.monotonic(), scored_until, until)
 
     def size(self, run, W):
-        """How many of W windows an evaluation on the way scores, and calls of its preview.
+        """How many of W windows an evaluation during the run scores, and the calls of its preview.
 
         The settings fix it, so that the scores of a run are comparable.
         """
@@ -205,14 +205,14 @@ class Clock:
         self.saving = self.saved_at - began
 
     def resume(self, state):
-        """Go on from the state of a checkpoint."""
+        """Continue from the state of a checkpoint."""
         for name in ("seconds", "ending", "saving"):
             setattr(self, name, state[name])
         self.saved = state["step"]
 
 
 def is_trained(run):
-    """Whether the weights of a run are not random any more."""
+    """Whether the weights of a run are no longer random."""
     return bool(run.step or run.config.init_from)
 
 

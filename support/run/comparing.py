@@ -28,7 +28,7 @@ def read_evaluation(path):
             raise ValueError
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError):
         why = "has nothing that can be compared window by window"
-        raise UserError(f"{path} {why}; write it anew with eval.py --json") from None
+        raise UserError(f"{path} {why}; write it again with eval.py --json") from None
     return r
 
 
@@ -68,8 +68,8 @@ def mean_difference(a, b, tokens):
 def difference_of_bounds(a, b):
     """The same of the bounds, or of a bound and the NLL of an autoregressive model.
 
-    If both have the same numbers of masked tokens, what these explain is no error, as these are
-    stratified.
+    If both have the same numbers of masked tokens, the variance that these explain is not part of
+    the error, because they are stratified.
     """
     r = mean_difference(a["by_window"], b["by_window"], a["tokens_by_window"])
     if have_same_masks(a, b):
@@ -125,7 +125,7 @@ def compare(paths):
     UserError for files that did not score the same tokens of the same windows.
     """
     if len(paths) < 2:
-        raise UserError(f"--compare={paths[0]} is one evaluation; give two, such as a.json,b.json")
+        raise UserError(f"--compare={paths[0]} is one evaluation; give two, as a.json,b.json")
     first, *others = map(read_evaluation, paths)
     runs = []
     for path, other in zip(paths[1:], others):

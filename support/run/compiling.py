@@ -26,7 +26,7 @@ OPTIONS = {"fallback_random": True, "cpp.vec_isa_ok": True}
 
 # ---- Whether to compile
 def should_compile(run, able, seconds=0.0):
-    """Whether to use torch.compile, as --compile says; auto: on a GPU, or if the run is long.
+    """Whether to use torch.compile, by --compile; auto: on a GPU, or if the run is long.
 
     able: whether this rank has a compiler; seconds: that the run which is resumed has taken. It
     follows from the settings, as compiled steps differ in their last bits.
@@ -47,8 +47,8 @@ def should_compile(run, able, seconds=0.0):
 
 # ---- What is compiled
 def prepare_engine(run, in_background=True):
-    """Compile the network of a run if that pays; returns whether its next call compiles it in this
-    process, which takes a while."""
+    """Compile the network of a run if that pays off; returns whether its next call compiles it in
+    this process, which takes a while."""
     compiled = should_compile(run, can_compile(run.device), run.clock.seconds)
     run.log.describe(run, compiled)
     begins = compile_network(run, compiled, in_background)
@@ -173,7 +173,7 @@ def use_compiled(run):
         torch.set_num_threads(compiler.threads)
         if compiler.exitcode:
             failed = f"the process that compiles failed (exit code {compiler.exitcode})"
-            run.log.say(f"{failed}: training goes on without torch.compile")
+            run.log.say(f"{failed}: training continues without torch.compile")
         else:
             compile_layers(run.model.layers)
             run.log.say(f"compiled from step {run.step + 1} on")

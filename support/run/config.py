@@ -70,7 +70,7 @@ def new(Config, given):
 
 
 def inherited(given, known):
-    """The architecture of the run or checkpoint that --init_from names; {} if it is none of ours.
+    """The architecture of the run or checkpoint that --init_from names; {} if it is not ours.
 
     known: the names of all settings
     """
@@ -183,7 +183,7 @@ def check(config, world=1):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
     if config.network and config.time_conditioning:
-        what = f"--network={config.network}, a pretrained network, which is not told the mask rate"
+        what = f"--network={config.network}, a pretrained network, which cannot use the mask rate"
         raise UserError(f"--time_conditioning does not work with {what}; leave it out")
     if config.data == "patterns":
         patterns.check(config)
@@ -191,11 +191,11 @@ def check(config, world=1):
         both = f"--chat_column={config.chat_column} and --prompt_column={config.prompt_column}"
         raise UserError(f"{both} contradict each other; give one of them")
     if config.prompt_column == config.text_column and not config.chat_column:
-        raise UserError(f"--prompt_column={config.prompt_column} is --text_column; name two")
+        raise UserError(f"--prompt_column={config.prompt_column} is also --text_column; name two")
 
 
 def check_idle(config, given, before):
-    """Raise UserError for a flag that would be believed to take effect, and does not.
+    """Raise UserError for a flag that seems to take effect, but does not.
 
     before: the Config that the flags change; a flag with its value changes nothing.
     """
@@ -203,11 +203,15 @@ def check_idle(config, given, before):
     other = next((name for name in ("masking", "rates", "loss_weight") if is_set(config, name)), "")
     sized = "n_layer n_head n_embd attention_every conv pos tie"
     rules = [
-        ("masking rates loss_weight rate_margin", is_ar, "with --objective=ar: no masks"),
+        ("masking rates loss_weight rate_margin", is_ar, "with --objective=ar, which has no masks"),
         ("rate_margin", other, f"with --{other}, which sets the mask rates of the whole run"),
-        ("rate_margin", config.time_conditioning, "with --time_conditioning: it learns all rates"),
+        (
+            "rate_margin",
+            config.time_conditioning,
+            "with --time_conditioning, which learns all rates",
+        ),
         ("muon_lr", config.optimizer != "muon", f"with --optimizer={config.optimizer}"),
-        (sized, config.network, f"with --network={config.network}, which says it"),
+        (sized, config.network, f"with --network={config.network}, which determines it"),
         ("shift lora", not config.network, "with the network of mdlm.py"),
     ]
     asked = {k: v for k, v in given.items() if v and v != getattr(before, k)}
@@ -220,7 +224,7 @@ def is_set(config, name):
 
 
 def check_source(config, given):
-    """Raise UserError for flags that do not go with where the data or the weights come from."""
+    """Raise UserError for flags that do not fit the source of the data or the weights."""
     if config.prompt_column and not sources.is_records(config.data):
         flag = "--chat_column" if config.chat_column else "--prompt_column"
         raise UserError(f"--data={config.data} has no columns; leave {flag} out")

@@ -1,7 +1,8 @@
 """Statistics of an evaluation: which counts of masks it takes, and the results with their errors.
 
-A window of T tokens has n texts, each masked on its own: one, or its blocks. Arrays are (W, n) of
-texts, and (passes, W, n) of what each pass found. A text weighs by its scored tokens, `lengths`.
+A window of T tokens has n texts, each masked separately: itself, or its blocks. Arrays are (W, n)
+for texts, and (passes, W, n) for the results of passes. A text is weighted by its scored tokens,
+`lengths`.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from nanomdlm.support import numerics
 
 @contextlib.contextmanager
 def eval_mode(model):
-    """Context manager: a model without dropout; then it is in its mode of before."""
+    """Context manager: a model without dropout; its previous mode is restored at the end."""
     was_training = model.training
     model.eval()
     try:

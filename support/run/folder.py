@@ -154,7 +154,7 @@ def release():
 
 
 def mark_overwriting(out_dir):
-    """Mark that --overwrite has begun: --resume must not continue the run that is replaced."""
+    """Mark that --overwrite has begun, so that --resume does not continue the replaced run."""
     if checkpoint.checkpoints(out_dir):
         latest = Path(out_dir) / "latest"
         with files.writing(latest):
@@ -162,7 +162,7 @@ def mark_overwriting(out_dir):
 
 
 def data_folder(config):
-    """Where the ids of a run are: --data itself, or what is prepared of it in out_dir."""
+    """The folder of a run's ids: --data itself, or the data prepared from it in out_dir."""
     if sources.is_ids(config.data):
         return Path(config.data)
     return Path(config.out_dir) / "data"

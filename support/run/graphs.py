@@ -23,7 +23,7 @@ def can_record(run, compiled):
     """
     config = run.config
     alone = run.engine.world == 1 and not config.shard and config.gradient_accumulation_steps == 1
-    is_whole = compiled and not config.network  # of networks of others only the layers are compiled
+    is_whole = compiled and not config.network  # of pretrained networks, only the layers
     return is_whole and alone and run.device.type == "cuda" and run.objective.steps_are_alike
 
 

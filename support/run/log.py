@@ -204,7 +204,9 @@ class Log:
         end = f"time_limit={2 * run.config.time_limit:g}"
         if not run.config.time_limit:
             end = f"max_steps={2 * run.config.max_steps}"
-        self.say(f"this run ended at step {run.step}; to go on, raise that: {again(run)} --{end}")
+        self.say(
+            f"this run ended at step {run.step}; to continue, raise that: {again(run)} --{end}"
+        )
 
     def done(self, run):
         """Print the last message of a run: the command that samples from the model."""
@@ -217,7 +219,7 @@ class Log:
     def say(self, text):
         """Print a line to standard output, with control characters escaped.
 
-        If the output was closed, the run goes on, and log.jsonl has its numbers.
+        If the output was closed, the run continues, and log.jsonl has its numbers.
         """
         if self.silent:
             return
@@ -270,12 +272,12 @@ def again(run):
 
 
 def in_words(run, r, bits, is_last):
-    """Describe the results r of an evaluation in a line. bits: per character, or None."""
+    """Describe the results r of an evaluation in one line. bits: per character, or None."""
     V = run.model.vocab_size
     key = "nll" if "nll" in r else "nelbo"
     if not run.step and not run.config.init_from:
-        guess = f"untrained, the model guesses: ln {V} = {math.log(V):.2f} nats per token"
-        return f"{guess}; the {key.upper()} of validation text falls from here"
+        guess = f"before training: a uniform guess costs ln {V} = {math.log(V):.2f} nats per token"
+        return f"{guess}; the validation {key.upper()} should fall from there"
     text = f"step {run.step}: {key.upper()} {r[key]:.4f}"
     if is_last:
         text = f"the end, {text}"
@@ -285,7 +287,7 @@ def in_words(run, r, bits, is_last):
     if bits is not None:
         text += f", {bits:.3f} bits per character"
     if key == "nll":
-        text += f", {r['ar_shifted']:.4f} without the first token of a window"
+        text += f", {r['ar_shifted']:.4f} without the first token of each window"
     if run.corpus.entropy:
         text += f", exact entropy {run.corpus.entropy:.4f}"
     if r["windows"] < run.eval_windows:
@@ -297,9 +299,9 @@ def in_words(run, r, bits, is_last):
 def to_preview(run):
     """Return what a preview shows: (windows (2, T), tokens to hide (2, T) bool, a title).
 
-    All tokens of the first window are hidden: the model writes a text from nothing. In the second
-    its answer is, or a gap of an eighth of it, or its second half. The title, with {} for what was
-    there, describes the second.
+    In the first window, all tokens are hidden, so that the model writes a text from nothing. In the
+    second, its answer is hidden, or a gap of an eighth of it, or its second half. The title
+    describes the second, with {} for the original.
     """
     windows = run.corpus.windows(run.config.eval_windows)
     x0 = windows[[0, 1 % len(windows)]]
@@ -309,10 +311,10 @@ def to_preview(run):
     at = hidden[1].nonzero()[:, 0]
     n = len(at)
     gap = at[n // 2 :]
-    title = "validation text, and how the model >>goes on<< ({} was there):"
+    title = "continuing unseen text >>like this<< (the original: {}):"
     if abilities.fills_gaps(run.model):
         gap = at[n // 2 - n // 16 :][: max(1, n // 8)]
-        title = "a gap in validation text, and what the model >>fills in<< ({} was there):"
+        title = "filling >>a gap<< in unseen text (the original: {}):"
     hidden[1] = False
     hidden[1, gap] = True
     return x0, hidden, title

@@ -15,9 +15,9 @@ from nanomdlm.support.cli.outputs import write
 from nanomdlm.support.cli.terminal import escaped, warn
 from nanomdlm.support.errors import UserError
 
-# Colors that colour-blind readers can distinguish (Okabe and Ito, 2008).
+# Colors that color-blind readers can distinguish (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
-BLUE, RED, GREEN, PURPLE, GREY = COLORS
+BLUE, RED, GREEN, PURPLE, GRAY = COLORS
 # What programs draw into the folder of a run.
 PICTURES = ("loss.png", "confidence.png", "rates.png", "compare.png", "predictions.png")
 
@@ -36,7 +36,7 @@ class Theme(NamedTuple):
     purple: str
 
 
-LIGHT = Theme("#ffffff", "#000000", GREY, "#dddddd", BLUE, RED, GREEN, PURPLE)
+LIGHT = Theme("#ffffff", "#000000", GRAY, "#dddddd", BLUE, RED, GREEN, PURPLE)
 DARK = Theme("#0f1118", "#eceef4", "#a3a6b4", "#3a3e4d", "#6cb8f0", "#ff9d5c", "#4cd6a8", "#e3a3c8")
 
 
@@ -108,7 +108,7 @@ def check_picture(flag, path):
     base = optional("matplotlib.backend_bases", "a picture")
     suffix = Path(path).suffix
     if suffix and suffix[1:].lower() not in base.FigureCanvasBase.get_supported_filetypes():
-        raise UserError(f"{flag}={path}: {suffix} is no image format; give .png or .svg")
+        raise UserError(f"{flag}={path}: {suffix} is not an image format; give .png or .svg")
 
 
 def write_figure(fig, path, small=False):
@@ -140,7 +140,7 @@ def read_log(out_dir):
             with contextlib.suppress(ValueError, RecursionError):  # a line that a crash cut off
                 records.append(json.loads(line))
     if not records or not all(isinstance(r, dict) and "step" in r for r in records):
-        raise UserError(f"{path} is no log of a run; name the folder of one that mdlm.py trained")
+        raise UserError(f"{path} is not the log of a run; give the folder of a run of mdlm.py")
     return records
 
 
@@ -220,7 +220,7 @@ def plot_losses(path, out_dirs=(), names=()):
             label = escaped(str(name)).replace("$", r"\$")  # matplotlib: $ begins a formula
             shown += draw_losses(ax, x, log, color, label)
         if entropy:
-            ax.axhline(entropy, color=GREY, lw=1, ls=":", label=f"entropy {entropy:.3f}")
+            ax.axhline(entropy, color=GRAY, lw=1, ls=":", label=f"entropy {entropy:.3f}")
         ax.set_xlabel(x)
     if shown:
         low = min([*shown, entropy or math.inf])
@@ -229,7 +229,7 @@ def plot_losses(path, out_dirs=(), names=()):
     axes[0, 0].set_ylabel("nats per token (pale: training batches)")
     handles, words = axes[0, 0].get_legend_handles_labels()
     if any(map(where_rates_open, logs)):
-        handles += axes[0, 0].plot([], [], color=GREY, lw=1.2, ls="--")
+        handles += axes[0, 0].plot([], [], color=GRAY, lw=1.2, ls="--")
         words.append("from here on few and many masks too (--rate_margin): training loss may rise")
     fig.legend(handles, words, frameon=False, fontsize=9, loc="outside upper left")
     write_figure(fig, path)
@@ -260,7 +260,7 @@ def plot_confidence(r, path):
     left.legend(frameon=False, fontsize=9)
     c = r["calibration"]
     areas = [8 + 300 * fraction for fraction in c["share"]]
-    right.plot([0, 1], [0, 1], color=GREY, lw=1, ls=":")
+    right.plot([0, 1], [0, 1], color=GRAY, lw=1, ls=":")
     right.plot(c["confidence"], c["accuracy"], color=BLUE, lw=1)
     right.scatter(c["confidence"], c["accuracy"], s=areas, color=BLUE, zorder=3, clip_on=False)
     right.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", ylabel="accuracy")
@@ -322,7 +322,7 @@ def prediction_cells(tokens):
     lines = [[]]
     for token in tokens:
         text = visible(token["text"])
-        cell = Cell(text, GREY)
+        cell = Cell(text, GRAY)
         if token["mark"]:
             guess, p = token["likeliest"][0]
             is_right = token["mark"] == "+"
@@ -346,13 +346,13 @@ def plot_predictions(tokens, path, most=40):
     `likeliest`: [(text, probability)]. The true token stands below a wrong one. most: lines drawn.
     """
     lines = prediction_cells(tokens)[:most]
-    legend = [Cell("given   ", GREY)]
+    legend = [Cell("given   ", GRAY)]
     for word, color in (("right", BLUE), ("wrong", RED)):
         for p in (0.1, 0.5, 0.9):
             legend.append(Cell(f" {word} {p:.0%} ", "black", (color, 0.08 + 0.62 * p)))
-        legend.append(Cell("   ", GREY))
-    lines += [[], legend[:-1], [Cell("the likeliest token at each mask; darker: more ", GREY)]]
-    lines[-1].append(Cell("confident; below: the truth", GREY))
+        legend.append(Cell("   ", GRAY))
+    lines += [[], legend[:-1], [Cell("the likeliest token at each mask; darker: more ", GRAY)]]
+    lines[-1].append(Cell("confident; below: the truth", GRAY))
     fig, ax = figure(6.4, 0.2 + 0.29 * len(lines))
     width, _ = draw_texts(ax, lines, height=1.8)
     ax.set_xlim(0, max(74, width))
@@ -381,7 +381,7 @@ def plot_frontier(rows, path):
             name = row["sampler"]
             if row["calls"]:
                 name += f", {row['calls']} calls"
-            ax.axhline(row[key], color=GREY, lw=1.2, ls=style, label=name)
+            ax.axhline(row[key], color=GRAY, lw=1.2, ls=style, label=name)
         for name, color in zip(samplers, itertools.cycle(COLORS)):
             found = [r for r in rows if r["sampler"] == name]
             error = [2 * r.get(f"{key}_se", 0) for r in found]

@@ -1,4 +1,4 @@
-"""A run: its model and optimizers, how its steps are computed, how far it has come."""
+"""A run: its model and optimizers, how its steps are computed, and its progress."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ def run_eagerly(function, run, *tensors):
 
 
 def exchange_nothing(now):
-    """On a single rank: nothing to exchange. (Else see shards.exchanger.)"""
+    """On a single rank, there is nothing to exchange. (Otherwise see shards.exchanger.)"""
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class Engine:
 
 @dataclasses.dataclass
 class Run:
-    """What the steps, reports and checkpoints of a run share."""
+    """The state that the steps, reports and checkpoints of a run share."""
 
     config: Any
     corpus: Any
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def eval_windows(self):
-        """How many validation windows the last evaluation scores, at most."""
+        """The maximum number of validation windows in the final evaluation."""
         W = self.corpus.n_validation
         return min(self.config.eval_windows or W, W)
 
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def tokens(self):
-        """Tokens of text learned so far; of documents by their mean number in a window."""
+        """Tokens of text learned so far; for documents, by the mean number per window."""
         return round(self.sequences_before(self.step) * self.corpus.mean_size)
 
     def check_finite(self):

@@ -47,8 +47,8 @@ TRAINING = threading.Lock()  # held by the run: the state of the process belongs
 def open_session(Config, given, start):
     """Context manager: the Session of a run with the given flags.
 
-    At its end the run's folder is unlocked, and removed if it is empty. An error of a full memory
-    becomes a UserError that names the flags which lower it.
+    At its end, the run's folder is unlocked, and removed if it is empty. An out-of-memory error
+    becomes a UserError that names flags which need less.
 
     Config: the dataclass of the settings. given: the flags, a dict of them. start:
     time.monotonic() when the process began
@@ -113,9 +113,9 @@ def use_machine(config, rank, local_rank, world):
 
 
 class Session:
-    """What surrounds a run on this rank.
+    """The surroundings of a run on this rank.
 
-    config: its settings. resumed_from: the checkpoint that it goes on from, or None. machine: the
+    config: its settings. resumed_from: the checkpoint that it continues, or None. machine: the
     devices.Machine
     """
 
@@ -181,7 +181,7 @@ class Session:
             return
         if self.resumed_from and (data / "meta.json").exists():
             if sources.has_changed(config.data, data):
-                warn(f"--data={config.data} has changed; the run goes on with what it learned")
+                warn(f"--data={config.data} has changed; the run continues with the prepared copy")
             return
         with files.replacing(data) as new:
             prepare(config, new, source and source[1], network)
@@ -230,7 +230,7 @@ class Session:
     def begin_folder(self, last):
         """What the first rank changes in the folder of a run before its first step.
 
-        last: the step that the run goes on from; -1 for a new run
+        last: the step from which the run continues; -1 for a new run
         """
         out_dir = self.config.out_dir
         lines = self.log.lines(last) if self.resumed_from else []
@@ -267,7 +267,7 @@ class Session:
         run.log.restart_clock(run.tokens)
 
     def calibrate(self, run):
-        """Fit the temperature of the averaged weights to the text that was held back."""
+        """Fit the temperature of the averaged weights to the held-out text."""
         corpus = type(run.corpus)(self.held, run.config, run.device)
         windows = corpus.windows(CALIBRATION_WINDOWS)
         with run.autocast():
@@ -277,7 +277,7 @@ class Session:
         return dict(temperature=temperature, source=source)
 
     def end(self, run):
-        """Save what is not saved, and say how the run ended; returns the exit code."""
+        """Save unsaved work, and report how the run ended; returns the exit code."""
         run.clock.goes_on(run.step)  # a signal may have come since
         interrupted = run.clock.signal
         if self.is_over and not interrupted:
@@ -308,7 +308,7 @@ def start_from(run, source):
     fix = "give a checkpoint that all share, such as RUN/step-100: a run that trains makes new ones"
     ranks.check_equal(digest.hexdigest(), f"the ranks see different weights in {name}; {fix}")
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
-        raise UserError(f"{name} has other tokens than {run.config.data}; give text")
+        raise UserError(f"{name} has different tokens than {run.config.data}; give text")
     for into in (run.model, run.averaged):
         for p, whole in zip(into.parameters(), model.parameters()):
             shards.fill(p, whole)
@@ -358,7 +358,7 @@ def write(run, state, tensors):
 
 @contextlib.contextmanager
 def memory_explained(here):
-    """Context manager: turn an error of a full memory into one sentence, a RankError.
+    """Context manager: turn an out-of-memory error into one sentence, a RankError.
 
     here: a session, whose run is there once it has begun
     """
@@ -379,13 +379,13 @@ def memory_explained(here):
 # ---- The state of the process
 @contextlib.contextmanager
 def process_of_a_run():
-    """Context manager: one run in this process, whose caller finds it as it was.
+    """Context manager: one run in this process, whose state is restored for the caller.
 
     The run's folder is unlocked, and removed if it is empty. Raises UserError if another run
     trains.
     """
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # it keeps copies of old weights
-        raise UserError("a run cannot begin within torch.autocast: call mdlm.main outside of it")
+        raise UserError("a run cannot start inside torch.autocast; call mdlm.main outside of it")
     if not TRAINING.acquire(blocking=False):
         fix = "wait for its end, or start another process"
         raise UserError(f"another thread of this process is training; {fix}")

@@ -27,7 +27,7 @@ def check(shard, world):
     what = "--shard, given here or when the run began,"
     if not ranks.CONTROL:
         fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
-        raise UserError(f"{what} spreads a model over ranks, and there are none; {fix}")
+        raise UserError(f"{what} shards a model over ranks, but there are none; {fix}")
     if world % sharing(shard, world):
         why = f"is {shard}, which does not divide the {world} ranks"
         raise UserError(f"{what} {why}; give a number that does, or --shard for all of them")
@@ -227,7 +227,7 @@ def load(folder, into):
     except CheckpointException as e:
         why = min(e.failures.items())[1][0]
         raise UserError(f"{folder} does not fit its config: {why}") from e
-    fix = "take an earlier checkpoint, or train again"
+    fix = "use an earlier checkpoint, or train again"
 
     def check():
         for name, t in into.items():

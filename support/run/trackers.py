@@ -1,7 +1,7 @@
 """--tracker=wandb and --tracker=tensorboard: the numbers of log.jsonl in these programs too.
 
-log.jsonl stays the record of a run: whatever a tracker does, the run goes on, and reads nothing
-back but the id of its wandb run.
+log.jsonl remains the record of a run: whatever a tracker does, the run continues, and reads back
+only the id of its wandb run.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ def check(config):
 
 
 def start(config, log):
-    """Return the Tracker of a run that goes on from the records in `log`, a list of dicts."""
+    """Return the Tracker of a run that continues the records in `log`, a list of dicts."""
     starts = dict(wandb=start_wandb, tensorboard=start_tensorboard)
     return starts[config.tracker](config, log)
 
@@ -40,7 +40,7 @@ def start_tensorboard(config, log):
 
 
 def start_wandb(config, log):
-    """Begin a run of Weights & Biases, or go on with the one in `log`; its files are in out_dir.
+    """Start a run of Weights & Biases, or continue the one in `log`; its files are in out_dir.
 
     Its horizontal axis is `step`. WANDB_* variables are its own. Raises UserError without a login.
     """
@@ -75,7 +75,7 @@ def scalars(record):
 
 
 class Tracker:
-    """What receives the records of log.jsonl. Its first error is a warning, and its end.
+    """Receives the records of log.jsonl. Its first error gives a warning and stops it.
 
     send(values), end(): functions of its library. id: what --resume needs, if anything
     """
@@ -95,11 +95,11 @@ class Tracker:
         self.attempt(self.end)
 
     def attempt(self, do):
-        """Call do(); after an error of it, of a network or a disk, do nothing any more."""
+        """Call do(); after its first error (of a network, a disk), do nothing."""
         try:
             do()
         except Exception as e:
             what = f"--tracker={self.name} fails ({type(e).__name__}: {e})"
-            warn(f"{what}; the run goes on, and log.jsonl has its numbers")
+            warn(f"{what}; the run continues, and log.jsonl has its numbers")
             self.send = lambda values: None
             self.end = lambda: None

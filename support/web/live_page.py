@@ -199,7 +199,7 @@ def proofreading_settings(temperature=1.0):
 def record(model, tokenizer, template, unmask):
     """Return how the model fills a template, or writes a text of its own, for the viewer.
 
-    Without the likeliest tokens of each place, which would take ten times the room.
+    Without the likeliest tokens of each place, which would need ten times the space.
     template: "" for a text of its own. unmask: sample.unmask
     """
     context = model.config.block_size
@@ -261,7 +261,7 @@ def contents_of(model, tokenizer, config, weights, unmask):
 
 
 def introduction(privacy):
-    """What the page says of diffusion, of the lessons, and of where texts go, as HTML."""
+    """What the page says about diffusion, the lessons, and where texts go, as HTML."""
     address = address_of_lessons()
     link = f'<a href="{html.escape(address)}" rel="noreferrer">The lessons</a> explain it.'
     return f"{DIFFUSION} {link if address else f'It is explained in {LESSONS}.'} {privacy}"

@@ -106,7 +106,7 @@ def test_the_rate_is_that_which_was_asked_for(p):
 
 
 def test_masks_are_independent():
-    """Of other offsets, of other seeds (in either half), and of the neighbours in a group."""
+    """Of other offsets, of other seeds (in either half), and of the neighbors in a group."""
     p, shape = 0.3, (32, 1024)
     first = is_dropped(shape, p, 7)
     others = [is_dropped(shape, p, 7, offset) for offset in (1, 2)]

@@ -57,7 +57,7 @@ def shifted_product(a, b):
 
 
 def truncated_quotient(a, b):
-    """a / b of integers, rounded towards zero; a division by zero is undefined."""
+    """a / b of integers, rounded toward zero; a division by zero is undefined."""
     if (b == 0).any():
         raise Violation("an integer division by zero")
     quotient = a // b
@@ -430,7 +430,7 @@ def join_halves(low, high):
 
 
 def saturated(x):
-    """float32 -> int32, towards zero; a NaN becomes 0, and what is too large the largest."""
+    """float32 -> int32, toward zero; a NaN becomes 0, and what is too large the largest."""
     limits = np.iinfo(np.int32)
     x = np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0)
     return np.clip(x, limits.min, limits.max).astype(np.int32)

@@ -22,7 +22,7 @@ const make = (tag, textContent = "", className = "") =>
   Object.assign(document.createElement(tag), {textContent, className});
 const count = (n, name) => `${n} ${name}${n === 1 ? "" : "s"}`;
 const percent = p => (p > 0 && p < .005 ? "<\u00a01" : Math.round(100 * p)) + "\u00a0%";
-const colour = t => `oklch(calc(var(--l) + var(--dl) * ${t}) var(--c) calc(var(--h) + var(--dh) * ${t}))`;
+const color = t => `oklch(calc(var(--l) + var(--dl) * ${t}) var(--c) calc(var(--h) + var(--dh) * ${t}))`;
 
 let which = 0, step = 0, timer = 0, cursor = -1;  // cursor: the token whose tooltip is open, or -1
 let settling = 0, settled = false;  // settled: the newest tokens are no longer marked, so what is left is the text
@@ -80,9 +80,9 @@ function draw(p) {
   spans[p].replaceChildren(head, ...lines.flatMap(text => [make("i", "\n", "nl"), text]));
   const classes = {given, mask: token === null, fresh, changed};
   spans[p].className = ["t", ...Object.keys(classes).filter(name => classes[name])].join(" ");
-  const own = token === null || given ? "" : colour(scale(event.since));
+  const own = token === null || given ? "" : color(scale(event.since));
   spans[p].style.color = own;
-  spans[p].style.setProperty("--colour", own);
+  spans[p].style.setProperty("--color", own);
 }
 
 function go(s) {
@@ -97,7 +97,7 @@ function go(s) {
   $("where").textContent = `Step ${step} of ${steps}`;
   $("revealed").textContent = `${past.filter(all => all.length).length} of ${gaps.length} revealed, ${count(changes, "change")}`;
   $("slider").value = step;
-  $("slider").style.setProperty("--now", step ? colour(scale(step)) : "var(--soft)");
+  $("slider").style.setProperty("--now", step ? color(scale(step)) : "var(--soft)");
   $("text").setAttribute("aria-label", `Step ${step} of ${steps}: ${text().replace(/█+/g, "…")}`);
   if (cursor >= 0) point(cursor);
 }
@@ -144,7 +144,7 @@ function point(p) {
     return row;
   });
   spans[p].classList.add("cursor");
-  $("tip").style.setProperty("--colour", token === null || given ? "var(--ink)" : colour(scale(event.since)));
+  $("tip").style.setProperty("--color", token === null || given ? "var(--ink)" : color(scale(event.since)));
   $("tip").replaceChildren(head, ...rows);
   const box = spans[p].getBoundingClientRect(), {offsetWidth: w, offsetHeight: h} = $("tip");
   const left = Math.max(8, Math.min(innerWidth - w - 8, box.left + box.width / 2 - w / 2));

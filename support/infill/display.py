@@ -197,7 +197,7 @@ def show(candidates, facts, with_scores):
 
 def certificate(facts, shows_p):
     """What is known of the fills that are not listed, in words."""
-    seen = f"{facts['calls']} texts seen"
+    seen = f"{facts['calls']} sequences"
     if facts["bound"] is None:
         return f"all fills are listed; {seen}"
     if not facts["proven"] and facts["bound"] > math.log(0.5):  # which says little

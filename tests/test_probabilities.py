@@ -287,7 +287,7 @@ def test_flags_that_do_nothing_are_refused(run, capsys, argv, words):
         (
             "default",
             dict(texts=("abcdeabcde", "abcdeabcde")),
-            "a pair has 20 tokens, the context only",
+            "a pair has 20 tokens, but the context has only",
         ),
         ("default", dict(texts="a", passes=3), "passes=3 is odd; give an even number"),
         ("default", dict(texts="a", passes=0), "passes=0 must be a whole number, at least 2"),

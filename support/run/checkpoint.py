@@ -219,7 +219,7 @@ def find_intact(out_dir):
             warn(f"{e}; trying the one before it")
     fix = f"train one with: {environment.command('mdlm.py')} --out_dir={environment.quote(out_dir)}"
     fix += " --overwrite" if folders else ""
-    raise UserError(f"{out_dir} has no intact checkpoint of mdlm.py; {fix}")
+    raise UserError(f"{out_dir} holds no intact checkpoint of mdlm.py; {fix}")
 
 
 class Changed(Exception):

@@ -151,9 +151,7 @@ class TextFlags:
     fix: Reads = ""  # proofread this text file (-: stdin), without changing it
     output: Writes = ""  # write the text corrected by --fix here (-: stdout)
     caution: Caution = 0.0  # additional gain, in nats, that a change of --fix needs
-    compare: str = (
-        ""  # NAME=VALUE,VALUE,...: compare texts with each value of a setting, in a table
-    )
+    compare: str = ""  # NAME=VALUE,VALUE,...: a table of texts with each value of a setting
 
 
 @dataclass

@@ -96,7 +96,7 @@ def check_gaps(model, x, fill):
         return
     what = f"this model (--block_length={model.config.block_length}) does not see text in blocks"
     learned = "mdlm.py --infill_share by mdlm.load(path, whole=True)"
-    fix = f"take one without blocks, or one of {learned}"
+    fix = f"use one without blocks, or one of {learned}"
     raise UserError(f"{what} after a gap; {fix}")
 
 

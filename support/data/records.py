@@ -37,7 +37,7 @@ def check_plain(path):
     """Raise UserError for a file whose name or first bytes show that it is not plain text."""
     check_regular(path)
     if suffix_of(path) in NOT_TEXT:
-        fix = "save texts as .jsonl or .parquet; of ids give the folder that has train.bin"
+        fix = "save texts as .jsonl or .parquet; for ids, give the folder with train.bin"
         raise UserError(f"--data={path} is not read as plain text; {fix}")
     with files.open_regular(path) as f:
         at = f.read(8192).find(b"\0")

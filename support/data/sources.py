@@ -38,7 +38,7 @@ class SourceSettings:
     calibration_share: UpToHalf = 0.0  # share of the training text held out to fit the temperature
     unknown: Literal["refuse", "drop"] = "refuse"  # characters unknown to --init_from
     bin_dtype: BinType = "auto"  # dtype of the ids (auto: uint16, or as meta.json says)
-    max_bad_records: Annotated[int, Bounds(-1, 1 << 31)] = -1  # number to skip (-1: empty ones)
+    max_bad_records: Annotated[int, Bounds(-1, 1 << 31)] = -1  # skip up to N (-1: all empty ones)
 
 
 # ---- Texts

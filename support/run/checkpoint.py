@@ -219,7 +219,7 @@ def find_intact(out_dir):
             warn(f"{e}; trying the one before it")
     fix = f"train one with: {environment.command('mdlm.py')} --out_dir={environment.quote(out_dir)}"
     fix += " --overwrite" if folders else ""
-    raise UserError(f"{out_dir} has no intact checkpoint of mdlm.py; {fix}")
+    raise UserError(f"{out_dir} holds no intact checkpoint of mdlm.py; {fix}")
 
 
 class Changed(Exception):
@@ -353,7 +353,7 @@ def check_size(folder, config, tokenizer, network):
     after = 1 + is_export(folder)  # rows after those of the tokens: [MASK], in exports also [PAD]
     if shape[1:] == [config.n_embd] and shape[0] != vocab_size + after:
         what = f"{folder}/tokenizer.json has {vocab_size} tokens, but model.safetensors"
-        fix = "take an earlier checkpoint, or restore the file that was changed"
+        fix = "use an earlier checkpoint, or restore the file that was changed"
         raise UserError(f"{what} has vectors of {shape[0] - after}; {fix}")
     if network:
         network.fit(tokenizer)  # its sizes were compared when it was opened
@@ -408,7 +408,7 @@ def read_tensors(path, expected=None, kinds=("F32",)):
         tensors = {name: t.float() for name, t in tensors.items()}
     for name, t in tensors.items():
         if t.is_floating_point() and not t.isfinite().all():
-            fix = "take an earlier checkpoint, or train again"
+            fix = "use an earlier checkpoint, or train again"
             raise UserError(f"{path}: {name} has numbers that are not finite; {fix}")
     return tensors
 

@@ -33,9 +33,9 @@ from nanomdlm import variants
 from nanomdlm.kernels.reference import rotary_tables  # kernels/reference.py
 from nanomdlm.support import numerics
 from nanomdlm.support.cli import devices
-from nanomdlm.support.cli.arguments import check_evaluation, check_reversing, to_view
 from nanomdlm.support.cli.devices import select_kernels, to_device
 from nanomdlm.support.cli.networks import NetworkSettings, open_network
+from nanomdlm.support.cli.python_arguments import check_evaluation, check_reversing, to_view
 from nanomdlm.support.cli.settings import (
     NO_LIMIT,
     Amount,

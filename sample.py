@@ -36,7 +36,7 @@ import torch.nn.functional as F
 import mdlm
 from nanomdlm.kernels.reference import philox_words
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import arguments, outputs, products, progress
+from nanomdlm.support.cli import outputs, products, progress, python_arguments
 from nanomdlm.support.cli.devices import pick_device
 from nanomdlm.support.cli.settings import (
     Amount,
@@ -429,7 +429,7 @@ def unmask(
     a context by default. An autoregressive model needs one call per token.
     """
     may_draw = (end_id, forbid, allowed)
-    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
+    samples, end_id, forbid = python_arguments.check_filling(model, x, fill, samples, *may_draw)
     settings = from_keywords(settings, model)
     may_draw = dict(end_id=end_id, forbid=forbid, allowed=places(allowed, x))
     may_draw["constraints"] = constraints_of(model, x, matches, end_id)
@@ -467,7 +467,7 @@ def take_steps(
     samples = samples.to(x.device)
     calls = torch.zeros(len(x), dtype=torch.int64, device=x.device)
     is_given = ~fill & (x != model.objective.end_id)
-    arguments.check_gaps(model, x, fill)
+    python_arguments.check_gaps(model, x, fill)
     cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
     forbid = [i for i in forbid if i is not None]
@@ -541,7 +541,7 @@ def generate(
     and its number in `samples`, not on its batch.
     """
     may_draw = (end_id, forbid, allowed)
-    samples, end_id, forbid = arguments.check_filling(model, x, fill, samples, *may_draw)
+    samples, end_id, forbid = python_arguments.check_filling(model, x, fill, samples, *may_draw)
     if "memo" in settings:
         raise UserError("memo is for unmask; generate has its own, so leave it out")
     is_seeded = "seed" in settings
@@ -660,7 +660,7 @@ class Writer:
     """
 
     def __init__(self, model, tokenizer, settings):
-        arguments.check_tokenizer(tokenizer, model)
+        python_arguments.check_tokenizer(tokenizer, model)
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings
@@ -669,7 +669,7 @@ class Writer:
     def segments(self, text, length=0):
         """(the segments of a text, whether it is a template); length: in tokens, if it is not."""
         config = self.model.config
-        text = arguments.check_text("" if text is None else text)
+        text = python_arguments.check_text("" if text is None else text)
         if not templates.is_template(text, self.tokenizer):
             return of_prompt(text, self.tokenizer, length, config), False
         if config.prompt_column:
@@ -683,7 +683,7 @@ class Writer:
     def check(self, segments):
         """Raise UserError for gaps that this model cannot draw, not seeing what follows."""
         x = torch.tensor([to_ids(segments, self.tokenizer, self.model.mask_id)])
-        arguments.check_gaps(self.model, x, x == self.model.mask_id)
+        python_arguments.check_gaps(self.model, x, x == self.model.mask_id)
 
     def batches(self, segments, n, is_template, has_length=False, size=None):
         """Yields Rows of n texts, whose numbers are 0 .. n - 1."""
@@ -762,7 +762,7 @@ def write_with_logprobs(
     A token's `drawn` is log p of its last draw, given what the network saw then, at temperature 1,
     and with guidance if there is one.
     """
-    k = arguments.whole_number("k", k, 1)
+    k = python_arguments.whole_number("k", k, 1)
     rows = write_rows(model, tokenizer, text, n, length, generator, max_gap, settings)
     return [(row.text, token_logprobs(model, tokenizer, row.ids, row.drawn, k)) for row in rows]
 
@@ -811,9 +811,9 @@ def search(
     log p of every fill that is not listed.
     """
     began = time.monotonic()
-    top = arguments.whole_number("top", top, 1)
-    limit = arguments.whole_number("limit", limit, 1)
-    max_gap = arguments.whole_number("max_gap", max_gap, 1)
+    top = python_arguments.whole_number("top", top, 1)
+    limit = python_arguments.whole_number("limit", limit, 1)
+    max_gap = python_arguments.whole_number("max_gap", max_gap, 1)
     if not (isinstance(seconds, (int, float)) and seconds >= 0):
         raise UserError(f"seconds={seconds!r} is not a time; give a number from 0 on")
     writer = Writer(model, tokenizer, from_keywords({}, model))
@@ -833,7 +833,9 @@ def fix(
     """
     limits = TextFlags(caution=caution)
     check_settings(limits)
-    return products.proofreading().fix(model, tokenizer, arguments.check_text(text), limits.caution)
+    return products.proofreading().fix(
+        model, tokenizer, python_arguments.check_text(text), limits.caution
+    )
 
 
 # ---- The command line
@@ -887,7 +889,7 @@ def check(options, given):
             raise UserError(
                 f"--{name}={given[name]} is not a file or text; give one or leave it out"
             )
-    arguments.check_text(options.prompt + options.infill)
+    python_arguments.check_text(options.prompt + options.infill)
     if templates.GAP.search(options.prompt):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
     reads_stdin = "-" in (options.infill, options.batch, options.fix)

@@ -23,7 +23,7 @@ import mdlm
 import sample
 from nanomdlm.support import abilities
 from nanomdlm.support.cli import environment, progress
-from nanomdlm.support.cli.arguments import whole_number
+from nanomdlm.support.cli.python_arguments import whole_number
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.model_calls import groups, next_logits, to_context
 from nanomdlm.support.infill.templates import Gap, Text, allowed_tokens, encode_text

@@ -20,7 +20,7 @@ import sample
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels import reference
 from nanomdlm.support.cli import entry
-from nanomdlm.support.cli.arguments import to_view
+from nanomdlm.support.cli.python_arguments import to_view
 from nanomdlm.support.infill.likelihood import chain_rule
 from nanomdlm.support.infill.model_calls import groups
 from nanomdlm.support.view import masked_rows

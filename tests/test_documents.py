@@ -15,7 +15,7 @@ import mdlm
 import sample
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.reference import document_spans
-from nanomdlm.support.cli.arguments import to_view
+from nanomdlm.support.cli.python_arguments import to_view
 from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.data.windows import cut_windows, pack_windows

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from nanomdlm.support import numerics
-from nanomdlm.support.cli.arguments import whole_number
+from nanomdlm.support.cli.python_arguments import whole_number
 from nanomdlm.support.constrain.automaton import PASS, Automaton
 from nanomdlm.support.errors import UserError
 

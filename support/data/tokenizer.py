@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nanomdlm.support.cli.arguments import check_text, whole_ids
 from nanomdlm.support.cli.environment import optional
 from nanomdlm.support.cli.files import read_json, read_small
+from nanomdlm.support.cli.python_arguments import check_text, whole_ids
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.data import tokenizer_json
 from nanomdlm.support.data.hf_tokenizer import CHUNK, HFTokenizer, explained

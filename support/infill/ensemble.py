@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from nanomdlm.support import abilities
-from nanomdlm.support.cli.arguments import to_view
+from nanomdlm.support.cli.python_arguments import to_view
 from nanomdlm.support.cli.settings import names_of
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.errors import UserError

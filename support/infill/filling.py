@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from nanomdlm.support import abilities
-from nanomdlm.support.cli.arguments import check_tokenizer
+from nanomdlm.support.cli.python_arguments import check_tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import search
 from nanomdlm.support.infill.filters import Filter, drawable

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanomdlm.support.cli.arguments import check_ids, check_length, whole_number
+from nanomdlm.support.cli.python_arguments import check_ids, check_length, whole_number
 from nanomdlm.support.infill.model_calls import groups, next_logp, to_context
 
 

@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from nanomdlm.support import abilities
-from nanomdlm.support.cli.arguments import check_ids, check_text, check_tokenizer, whole_number
+from nanomdlm.support.cli.python_arguments import (
+    check_ids,
+    check_text,
+    check_tokenizer,
+    whole_number,
+)
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.batching import compute

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanomdlm.support.cli import products
-from nanomdlm.support.cli.arguments import check_text, whole_number
+from nanomdlm.support.cli.python_arguments import check_text, whole_number
 from nanomdlm.support.errors import TooLong, UserError
 
 # Marks of gaps, and what begins one that must match.

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from nanomdlm.support import abilities
-from nanomdlm.support.cli.arguments import check_tokenizer
+from nanomdlm.support.cli.python_arguments import check_tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.model_calls import call_size, logits_at
 from nanomdlm.support.proofread.changes import Place

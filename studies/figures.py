@@ -99,11 +99,12 @@ def read_table(text):
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| ") and cells[0] in JUDGES + SAMPLERS:
-            words, words_se = re.fullmatch(r"(\S+) \+- (\S+) %", cells[2]).groups()
-            twin, twin_se = re.fullmatch(r"(\S+) \+- (\S+)", cells[4]).groups()
             row = dict(sampler=cells[0], calls=int(cells[1]) if cells[1] else None)
-            row |= dict(words=float(words) / 100, words_se=float(words_se) / 100)
-            row |= dict(twin=float(twin), twin_se=float(twin_se), distinct=float(cells[5]))
+            for name, cell in zip(("words", "told", "twin"), cells[2:]):
+                value, error, percent = re.fullmatch(r"(\S+) \+- (\S+)( %)?", cell).groups()
+                scale = 100 if percent else 1
+                row |= {name: float(value) / scale, f"{name}_se": float(error) / scale}
+            row["distinct"] = float(cells[6])
             rows.append(row)
         elif rows and not line.startswith("|"):
             break

@@ -371,7 +371,7 @@ def plot_frontier(rows, path):
     if "told" in rows[0]:
         panels["told"] = "told from real text by a classifier (down is better)"
     if "twin" in rows[0]:
-        panels["twin"] = "nats per token under the twin (down is better)"
+        panels["twin"] = "nats per token under the twin (as real text is best)"
     panels["distinct"] = "distinct words (as real text is best)"
     fig, axes = figure(4.2 * len(panels), 4.2, 1, len(panels))
     judges = [r for r in rows if r["sampler"] in ("real text", "AR twin")]

@@ -12,9 +12,7 @@ about diffusion is in support/. sample.py has a better sampler.
 
 from nanomdlm.support.cli import entry
 
-PROCESS_START = entry.start(
-    __name__
-)  # --time_limit and the log's seconds include the imports below
+PROCESS_START = entry.start(__name__)  # a run's seconds include the imports below
 
 import dataclasses
 import functools
@@ -31,7 +29,6 @@ import torch.nn.functional as F
 
 from nanomdlm import variants
 from nanomdlm.kernels.reference import rotary_tables  # kernels/reference.py
-from nanomdlm.support import numerics
 from nanomdlm.support.cli import devices
 from nanomdlm.support.cli.devices import select_kernels, to_device
 from nanomdlm.support.cli.networks import NetworkSettings, open_network
@@ -51,7 +48,7 @@ from nanomdlm.support.cli.settings import (
 from nanomdlm.support.data.sources import SourceSettings
 from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from nanomdlm.support.infill import ensemble
-from nanomdlm.support.numerics import Dropout, generator
+from nanomdlm.support.numerics import Dropout, checked, generator, seed_device, stratified
 from nanomdlm.support.run import checkpoint, compiling, ranks, shards
 from nanomdlm.support.run import config as run_config
 from nanomdlm.support.run.checkpoint import save as save  # for callers: mdlm.save
@@ -377,7 +374,7 @@ class MaskedDiffusion:
         """
         # A fraction u of the text for each pair of neighbors: one from each of batch_size / 2 equal
         # ranges, in random order.
-        u = numerics.stratified(self.batch_size // 2, "levels", self.seed, step)  # in [0, 1)
+        u = stratified(self.batch_size // 2, "levels", self.seed, step)  # in [0, 1)
         # Both ends are left out at first: the mean over few masked tokens is noisy, and few visible
         # ones carry little information. That saves half of the steps (results/cpu.md). The margin
         # ends at 0: then the loss is the bound. Related: 2503.09573 (clipped), 2605.13026 (bell).
@@ -474,7 +471,7 @@ def compute_gradients(run, step, margin_scale):
     loss = 0
     for k in range(n):
         samples = torch.arange(run.micro_batch) + (engine.rank * n + k) * run.micro_batch
-        numerics.seed_device(run.device, "dropout", run.config.seed, step, engine.rank, k)
+        seed_device(run.device, "dropout", run.config.seed, step, engine.rank, k)
         drawn = draw_batch(run, step, margin_scale, samples)
         engine.exchange(k == n - 1)  # only the last backward averages gradients over ranks
         loss = loss + engine.call(backward, run, *drawn)
@@ -530,7 +527,7 @@ def generate(
             reveal &= x == model.mask_id
             reveal[:, : piece.start] = reveal[:, piece.stop :] = False
             if reveal.any():
-                logits = numerics.checked(model(model.objective.view(x))[reveal])  # (n, V)
+                logits = checked(model(model.objective.view(x))[reveal])  # (n, V)
                 p = logits.softmax(-1).cpu()
                 x[reveal] = torch.multinomial(p, 1, generator=generator)[:, 0].to(x.device)
     return x

@@ -220,7 +220,7 @@ def expected_loss(model, x0, monkeypatch):
     share = torch.zeros(n, S + 1, dtype=torch.float64)  # how often a block has each count
     for i in range(parts):
         u = torch.full((n // 2,), (i + 0.5) / parts, dtype=torch.float64)
-        monkeypatch.setattr(mdlm.numerics, "stratified", lambda *key, u=u: u)
+        monkeypatch.setattr(mdlm, "stratified", lambda *key, u=u: u)
         counts = objective.mask_counts(0, 0.0, numbers, objective.scored_mask(x0).sum(1))
         assert (counts <= scored.sum(1)).all() and ((counts > 0) == scored.any(1)).all()
         assert counts.sum() <= n * (S + 1) // 2, "what compiled shapes hold"

@@ -116,7 +116,7 @@ WRONG = {
         "log p",
     ),
     "a mean": ("fill", "return total", "return total / len(fill)", "log p"),
-    "logits": ("sure", ".softmax(-1)", "", "no probability"),
+    "logits": ("sure", ".softmax(-1)", "", "not a probability"),
     "visible tokens predicted": (
         "sure",
         "torch.where(x == mask_id, p.amax(-1), 1.0)",

@@ -66,7 +66,7 @@ OF_OTHERS = [
     ("sample --out_dir={run} --infill=t☃█", "☃", "sample --out_dir={run} --infill=te█"),
     ("sample --out_dir={run} --infill={long}█", "41 32", "sample --out_dir={run} --infill=a█"),
     ("sample --out_dir={run} To be█", "be█", "sample --out_dir={run} 'to be█'"),
-    ("sample --out_dir={run} --batch=nowhere", "--batch nowhere", ""),
+    ("sample --out_dir={run} --batch=nowhere", "nowhere", ""),
     ("sample --out_dir={run} --batch={empty}", "{empty}", "sample --out_dir={run} --batch={gaps}"),
     ("sample --out_dir={run} --temperature=hot", "--temperature hot", ""),
     ("sample --out_dir={run} --order=best", "--order best random", ""),

@@ -213,9 +213,9 @@ def test_a_run_shows_its_bound_and_a_gap(text_file, pydoc, tmp_path, capsys):
     said = shown(text_file, tmp_path / "o", capsys, "--max_steps=3")
     assert re.search(r"step 3: NELBO \d\.\d{4} \+- \d\.\d{4}", said.out)
     # The gap: what is not between the marks is the validation text, and the title says what was.
-    titles = re.findall(r"^(?:a text|a gap) .*$", said.out, re.M)
+    titles = re.findall(r"^(?:a text|filling) .*$", said.out, re.M)
     assert len(titles) == 2
-    was = json.loads(re.search(r'\((".*") was there\)', titles[1])[1])
+    was = json.loads(re.search(r'original: (".*")\)', titles[1])[1])
     after = said.out.split(titles[1])[1].split("\ndone in")[0]
     given = after.replace("\n  | ", "\n")[1:]
     before, _, rest = given.partition(">>")

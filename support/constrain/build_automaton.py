@@ -54,7 +54,7 @@ def check_pattern(pattern):
         if depth < 0:
             break
     if depth:
-        raise ValueError(f"{shown} is no regular expression: its brackets do not pair; mend it")
+        raise ValueError(f"{shown} is not a regular expression: its brackets do not pair; fix it")
     counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{[0-9, ]*\}", rest)))
     if any(len(count) > 5 or int(count) > MOST_COUNT for count in counts):
         raise ValueError(f"{shown} has a count above {MOST_COUNT:,}; give a smaller one")
@@ -79,7 +79,7 @@ def why_refused(pattern, error):
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as e:
         why = str(e)
-    what = f"{shown} is no regular expression that outlines-core takes ({why[:200]})"
+    what = f"{shown} is not a regular expression that outlines-core takes ({why[:200]})"
     return f"{what}; mend it, or write \\ before a sign"
 
 

@@ -31,7 +31,9 @@ from nanomdlm.support.infill.model_calls import call_size, device_of, logits_at,
 
 OPEN = -1  # a position of a fill with no token yet
 ROWS = 8  # partial fills that one call expands at most; more would often be in vain
-MORE = 4  # sequences for each position of a gap, to find a first fill after the limit
+# Sequences for each position of a gap, to find a first fill after the limit, or after the deadline
+MORE = 256
+MORE_IN_TIME = 4
 WIDTH = 128  # children of a partial fill that are made at once; more when these are used up
 
 
@@ -293,8 +295,9 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
         if search.fills:
             continue
         search.sort(deepest_first=True)
-        more = search.sequences + MORE * max(len(frame.open) for frame in search.frames) + MORE
-        while not search.fills and search.queue and search.sequences < more:
+        more = MORE_IN_TIME if deadline < math.inf else MORE
+        stop = search.sequences + more * (1 + max(len(frame.open) for frame in search.frames))
+        while not search.fills and search.queue and search.sequences < stop:
             item = search.ask_about(heapq.heappop(search.queue)[-1])
             search.expand(item[1], item[3], *ask(model, [item]))
             update(search)

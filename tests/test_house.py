@@ -126,7 +126,7 @@ def test_libraries_import_no_program():
 def test_only_needed_packages_are_imported_on_top():
     """All others are optional: they are imported where they are used."""
     own = {name.split(".")[0] for name in MODULES}
-    known = {*sys.stdlib_module_names, *own, *environment.NEEDED, "triton"}
+    known = {*sys.stdlib_module_names, *own, *environment.NEEDED, "triton", "setuptools"}
     optional = []
     for path, tree in TREES.items():
         if path.name == "modeling_mdlm.py":  # a part of an export

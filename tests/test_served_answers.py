@@ -9,10 +9,8 @@ import pytest
 import tokenizer_kinds
 import torch
 
-pytest.importorskip("greenlet")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("httpx")
+for package in ("greenlet", "starlette", "uvicorn", "httpx", "pydantic"):
+    pytest.importorskip(package)
 from conftest import CPU
 from starlette.testclient import TestClient
 

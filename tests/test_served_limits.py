@@ -3,8 +3,11 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
+
+for package in ("greenlet", "starlette", "uvicorn", "httpx", "pydantic"):
+    pytest.importorskip(package)
+import httpx
 from test_engine import PATIENCE
 from test_served_answers import ask, client_of
 from test_serving import post, serving

@@ -22,14 +22,13 @@ from hypothesis import strategies as st
 import mdlm
 import sample
 import serve
-from nanomdlm.support.serving import app, writing
 
-greenlet = pytest.importorskip("greenlet")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-httpx = pytest.importorskip("httpx")
+for package in ("greenlet", "starlette", "uvicorn", "httpx", "pydantic"):
+    pytest.importorskip(package)
+import httpx
 from test_engine import PATIENCE, network
 
+from nanomdlm.support.serving import app, writing
 from studies import serving as study
 
 UNITS = ("n", "ms", "per_token_ms", "per_second")  # of the timings of llama.cpp

@@ -14,13 +14,14 @@ import sample
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import filling
 from nanomdlm.support.infill.templates import parse
-from nanomdlm.support.web import live_page, served_page
 
-for package in ("greenlet", "starlette", "uvicorn"):
+for package in ("greenlet", "starlette", "uvicorn", "httpx", "pydantic"):
     pytest.importorskip(package)
-httpx = pytest.importorskip("httpx")
+import httpx
 from test_engine import network
 from test_serving import get, post, serving, wait_for
+
+from nanomdlm.support.web import live_page, served_page
 
 SAID = "$('said').textContent"
 LOADED = "typeof ready !== 'undefined' && ready"

@@ -184,32 +184,25 @@ def test_short_text_does_not_wait_for_a_long_one():
     assert order == ["short", "long"]
 
 
-def test_request_that_fails_fails_alone():
+def fails_between_calls(m):
+    texts_of(m, 1, steps=4)
+    raise ZeroDivisionError
+
+
+def fails_in_a_call(m):
+    return m(m.objective.view(torch.full((1, 32), 99)))  # no such id
+
+
+@pytest.mark.parametrize(
+    "fail, error", [(fails_between_calls, ZeroDivisionError), (fails_in_a_call, IndexError)]
+)
+def test_request_that_fails_fails_alone(fail, error):
     model = network()
-
-    def fail(m):
-        texts_of(m, 1, steps=4)
-        raise ZeroDivisionError
-
     with running() as engine:
         wrong = Answer(engine, model, fail)
         right = Answer(engine, model, lambda m: texts_of(m, 2, steps=8))
         assert right.wait().equal(texts_of(model, 2, steps=8))
-        with pytest.raises(ZeroDivisionError):
-            wrong.wait()
-
-
-def test_view_that_fails_fails_its_request_alone():
-    model = network()
-
-    def fail(m):
-        return m(m.objective.view(torch.full((1, 32), 99)))  # no such id
-
-    with running() as engine:
-        wrong = Answer(engine, model, fail)
-        right = Answer(engine, model, lambda m: texts_of(m, 2, steps=8))
-        assert right.wait().equal(texts_of(model, 2, steps=8))
-        with pytest.raises(IndexError):
+        with pytest.raises(error):
             wrong.wait()
 
 

@@ -306,7 +306,7 @@ def evaluation(options):
         )
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
-    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, options.out_dir)
     temperature = options.temperature or calibration.temperature_of(model)
     r = dict(checkpoint=",".join(map(str, folders)), temperature=temperature, data=source)
     r["calibrated"] = not options.temperature and temperature != 1
@@ -364,7 +364,7 @@ def calibrate(options):
         if is_own:
             raise
         terminal.warn(f"{e}: cannot check whether {folder} was trained on {path}")
-    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, options.out_dir)
     temperature = calibration.fit(model, windows, options.passes)
     source = f"{Path(path).name}, {len(windows)} windows of {config.block_size}"
     found = dict(temperature=temperature, source=source)
@@ -437,7 +437,7 @@ def show_text(options):
     n = len(ids)
     if not 0 < n <= config.block_size:
         raise UserError(f"--text has {n} tokens; give 1 to {config.block_size}")
-    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, options.out_dir)
     model = calibration.calibrated(model)
     x0 = to_context(model, torch.tensor([ids], device=device))  # (1, T)
     is_text = torch.arange(x0.shape[1], device=device)[None] < n

@@ -374,8 +374,7 @@ def main(argv):
         of_kind = contents_of_network if loaded[2].network else contents_of
         contents = of_kind(folder, *loaded, options)
         hint = "load it as its README.md says"
-    _, tokenizer, config = loaded
-    checkpoint_score.introduce([folder], config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce([folder], options.out_dir)
     with files.naming(dest), files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():
             files.write_synced(tmp / name, content)

@@ -50,6 +50,7 @@ from nanomdlm.support.cli.settings import (
     Text,
     Writes,
     check_clashes,
+    check_idle,
     names_of,
     plain,
     shown,
@@ -247,10 +248,7 @@ def from_keywords(keywords, model):
     """Resolved SamplerSettings of a Python caller; UserError for what is wrong."""
     if unknown := keywords.keys() - set(SETTINGS):
         raise UserError(f"{shown(min(unknown))} is not a setting; give {', '.join(SETTINGS)}")
-    asked = SamplerSettings(**keywords)
-    if asked.order == "one_shot" and plain(asked.steps) not in (0, 1):
-        raise UserError(f"order=one_shot and steps={asked.steps} contradict each other; give one")
-    return resolve(asked, model)
+    return resolve(SamplerSettings(**keywords), model)
 
 
 @dataclass
@@ -609,7 +607,7 @@ class Rows:
         self.segments = segments
         self.samples = samples
         self.memo = memo
-        ids = to_ids(segments, tokenizer, model.mask_id)
+        ids = to_ids(segments, model.mask_id)
         self.x = torch.tensor(ids, dtype=torch.int64).repeat(len(samples), 1)
         is_given = abilities.knows_lengths(model)  # the length of a text, before it is written
         if is_given and not (is_template or has_length):
@@ -682,12 +680,12 @@ class Writer:
 
     def check(self, segments):
         """Raise UserError for gaps that this model cannot draw, not seeing what follows."""
-        x = torch.tensor([to_ids(segments, self.tokenizer, self.model.mask_id)])
+        x = torch.tensor([to_ids(segments, self.model.mask_id)])
         python_arguments.check_gaps(self.model, x, x == self.model.mask_id)
 
     def batches(self, segments, n, is_template, has_length=False, size=None):
         """Yields Rows of n texts, whose numbers are 0 .. n - 1."""
-        ids = torch.tensor([to_ids(segments, self.tokenizer, self.model.mask_id)])
+        ids = torch.tensor([to_ids(segments, self.model.mask_id)])
         memo, merged = merge_calls(self.model, ids == self.model.mask_id) if n > 1 else (None, None)
         for rows in groups(self.model, n, self.device, size or merged, writing=True):
             samples = torch.arange(rows.start, rows.stop)
@@ -845,9 +843,7 @@ CLASHES = [
     ("candidates", "num_samples watch html", "candidates are a ranked list of fills"),
     ("fix", "prompt infill batch length num_samples candidates watch compare", "it proofreads"),
     ("watch", "json", "watch a text, or write JSON for a program"),
-    ("compare", "batch candidates watch", "--compare writes texts with several settings"),
-    ("compare", "logprobs", "the lines of --compare have no texts"),
-    ("compare", "max_gap", "--compare needs gaps of known lengths; leave --max_gap out"),
+    ("compare", "batch candidates watch max_gap", "--compare draws texts of known lengths"),
 ]
 
 
@@ -875,32 +871,22 @@ def place_text(given):
 def check(options, given):
     """Raise UserError for flags that contradict each other; given: those of the command line."""
     check_clashes(CLASHES, given)
-    if (options.output, options.json) == ("-", "-"):
-        raise UserError("--output=- and --json=- both mean standard output; give a file for one")
-    if options.order == "one_shot" and "steps" in given:
-        raise UserError("--order=one_shot and --steps contradict each other; one_shot is one step")
-    for name in ("candidates", "max_gap"):
-        if name in given and not (options.infill or options.batch):
-            raise UserError(f"--{name} needs a template; give --infill or --batch")
-    if options.logprobs and not (options.json or options.batch):
-        raise UserError("--logprobs is written as JSON; give --json or --batch")
-    for name in ("infill", "batch", "html", "json"):
-        if given.get(name) == "" or (name, options.html) == ("html", "-"):
-            raise UserError(
-                f"--{name}={given[name]} is not a file or text; give one or leave it out"
-            )
+    has_gaps = options.infill or options.batch
+    rules = [
+        ("candidates max_gap", not has_gaps, "without gaps: give --infill or --batch"),
+        ("logprobs", not (options.json or options.batch), "without --json"),
+        ("output caution", not options.fix, "without --fix"),
+        ("steps", options.order == "one_shot", "with --order=one_shot, which is one step"),
+    ]
+    check_idle(given, rules)
     python_arguments.check_text(options.prompt + options.infill)
     if templates.GAP.search(options.prompt):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
-    reads_stdin = "-" in (options.infill, options.batch, options.fix)
-    stdin = dict(stdin="/dev/stdin") if reads_stdin else {}
     if options.html or options.json:
-        outputs.check_all(replace(options, output=""), **stdin)
+        stdin = "/dev/stdin" if "-" in (options.infill, options.batch, options.fix) else ""
+        outputs.check_all(replace(options, output=""), stdin=stdin)
     if options.output:
         products.proofreading_of_files().check_output(options)
-    for name in ("output", "caution"):
-        if name in given and not options.fix:
-            raise UserError(f"--{name} needs a text to proofread; give --fix")
 
 
 def load(options, given):
@@ -928,7 +914,7 @@ def show_samples(writer, segments, options, is_template, pages):
     for rows in writer.batches(segments, n, is_template, has_length, size):
         began = time.monotonic()
         total = sum(chunk.steps for chunk in rows.chunks())
-        given = rows.x[0] if is_template else torch.tensor(to_ids(segments, tokenizer, mask))
+        given = rows.x[0] if is_template else torch.tensor(to_ids(segments, mask))
         films = []
         if options.html:
             films = [products.pages().HtmlRecorder(tokenizer, given, mask) for _ in rows.x]
@@ -1051,14 +1037,14 @@ def compare(options, given, model, tokenizer, folders):
     segments = segments_of(options.infill or None, writer, options, True)
     if templates.has_open(segments):
         raise UserError("--compare needs gaps of known lengths; write █ for each token")
-    checkpoint_score.introduce(folders, model.config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, options.out_dir)
     statistics = words.WordStatistics(words.training_text(folders[0], tokenizer, model.config))
 
     def fill(settings, pages):
         with_them = Writer(model, tokenizer, settings)
         return show_samples(with_them, segments, settings, bool(options.infill), pages)
 
-    n = to_ids(segments, tokenizer, model.mask_id).count(model.mask_id)
+    n = to_ids(segments, model.mask_id).count(model.mask_id)
     with open_lines(options) as lines:
         pages = words.compare(variants, fill, statistics, n, lines)
     if options.html:
@@ -1108,7 +1094,7 @@ def main(argv):
         todo = templates.parse_all(options.infill, options.batch, to_segments)
     else:
         todo = [(None, to_segments(None))]
-    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, options.out_dir)
     if options.batch:
         opened, todo = open_batch(options, todo, folders)
     else:

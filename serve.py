@@ -215,7 +215,7 @@ def main(argv):
     check(options)
     sock = listen(options)
     writer, name, folders, config, device = load(options)
-    checkpoint_score.introduce(folders, config, writer.tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, options.out_dir)
     parts = products.serving()
     limits = parts.requests.Limits(
         options.max_prompts, options.max_n, options.max_tokens, options.max_gap

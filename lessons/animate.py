@@ -7,6 +7,7 @@ The picture plays twice and ends with the finished text. A browser that is set t
 shows only the finished text.
 """
 
+import argparse
 import colorsys
 import json
 import re
@@ -19,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanomdlm.support import errors
 from nanomdlm.support.cli import entry, outputs
 from nanomdlm.support.cli.files import read_small
-from nanomdlm.support.cli.settings import Parser, first_line
 
 WIDTH, HEIGHT = 9.6, 27  # pixels for each character
 CAPTION = 7.0  # pixels for each character of the caption, in a wide font
@@ -175,7 +175,7 @@ def draw(sample, theme):
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("page", help="a page that sample.py --html wrote")
     parser.add_argument("picture", help="SVG file to write")
     parser.add_argument("--dark", action="store_true", help="for a dark background")

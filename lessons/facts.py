@@ -4,6 +4,7 @@ Each line is "NAME is the TRADE of TOWN." Names, trades and towns have six lette
 in one fact only, and so does each pair of trade and town: a question about either has one answer.
 """
 
+import argparse
 import itertools
 import random
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanomdlm.support.cli import entry
-from nanomdlm.support.cli.settings import Parser, first_line
 
 TRADES = """
 barber cooper draper farmer fuller glover grocer hosier hunter joiner
@@ -37,7 +37,7 @@ def make_facts(seed=0):
 
 
 def main(argv):
-    Parser(description=first_line(__doc__)).parse_args(argv)
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(argv)
     print("\n".join(random.Random(1).sample(make_facts() * 21, 6300)))
     return 0
 

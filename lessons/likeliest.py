@@ -32,7 +32,7 @@ def main(argv):
     if not abilities.fills_gaps(model) or "[___]" in argv[1]:
         raise errors.UserError("this needs a model that fills gaps, and █ for each missing token")
     segments = templates.parse(argv[1], tokenizer, config.block_size)
-    ids = templates.to_ids(segments, tokenizer, model.mask_id)
+    ids = templates.to_ids(segments, model.mask_id)
     x = torch.tensor([ids + [model.objective.pad_id] * (config.block_size - len(ids))])
     for i, p in enumerate(model(x)[0, : len(ids)].softmax(-1)):
         if ids[i] == model.mask_id:

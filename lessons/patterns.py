@@ -9,6 +9,7 @@ sequences against the number of steps, with a band from the worst to the best se
 some of the sequences. --dark draws it for a dark background.
 """
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,6 @@ import torch
 import mdlm
 import sample
 from nanomdlm.support.cli import outputs
-from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.data.patterns import parse_periods
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run.plots import DARK, LIGHT, check_picture, themed, write_figure
@@ -131,7 +131,7 @@ def draw(fractions, speeds, shown, path, theme=LIGHT):
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="folder of a run with --data=patterns")
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--seeds", type=int, default=4)

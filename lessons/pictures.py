@@ -20,6 +20,7 @@ needed it is that of --run, by default the run in out/ or, if there is none, the
 --draw=waves: what --time_conditioning tells the network
 """
 
+import argparse
 import dataclasses
 import itertools
 import math
@@ -44,7 +45,7 @@ from lessons import drawings
 from nanomdlm.kernels.reference import is_visible, mask_tokens_ref, prepare
 from nanomdlm.support.cli import outputs
 from nanomdlm.support.cli.environment import optional
-from nanomdlm.support.cli.settings import Parser, check_clashes, first_line
+from nanomdlm.support.cli.settings import check_clashes
 from nanomdlm.support.data import patterns
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.model_calls import to_context
@@ -289,7 +290,7 @@ def read_text(text, model, tokenizer):
     segments = parse(text, tokenizer, model.config.block_size)
     if has_open(segments):
         raise UserError("[___] has no known length in a picture; write █ for each token")
-    return to_ids(segments, tokenizer, model.mask_id)
+    return to_ids(segments, model.mask_id)
 
 
 def check_orders(text):
@@ -473,7 +474,7 @@ def check(args):
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("picture", help="PNG or SVG file to write")
     parser.add_argument("--draw", choices=DRAWINGS, help="a picture of the lessons, by its name")
     parser.add_argument("--text", help="draw the attention of a model in this text; █ is a mask")

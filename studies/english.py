@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from nanomdlm.support.cli import entry
-from nanomdlm.support.cli.settings import first_line
 from nanomdlm.support.errors import UserError
 
 PACKAGES = ("bible-kjv", "bible-kjv-text", "python3.11-doc")
@@ -58,7 +57,7 @@ def documentation(folder):
 
 def main(argv):
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise UserError(f"{first_line(__doc__)} Give one file to write, such as english.txt")
+        raise UserError(f"{__doc__.splitlines()[0]} Give one file to write, such as english.txt")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         unpack(folder)

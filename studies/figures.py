@@ -10,6 +10,7 @@ started again, it goes on with what is missing, or was made with other weights. 
 autoregressive network that judges samples (results/sampling.md says how it is trained).
 """
 
+import argparse
 import json
 import re
 import shlex
@@ -23,7 +24,6 @@ if __name__ == "__main__":
 
 from nanomdlm.support.cli import entry, outputs
 from nanomdlm.support.cli.files import read_small, sha256_of
-from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import plots
 from nanomdlm.support.run.checkpoint import find_checkpoint
@@ -159,7 +159,7 @@ def measure(options):
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("figure", nargs="?", choices=FIGURES)
     parser.add_argument("picture", nargs="?", help="PNG or SVG file to write")
     parser.add_argument("--all", action="store_true", help="run all measurements")

@@ -12,6 +12,7 @@ gpt2: a step of 124 M parameters, with our kernels and with PyTorch's.
 repeat: are 300 steps the same to the bit when they are repeated?
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -38,7 +39,6 @@ import mdlm
 import sample
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.cli import devices
-from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.run import graphs
 from studies import peers, phases
 
@@ -358,7 +358,7 @@ PARTS = dict(
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", default="auto", help="cpu: a rehearsal, of tiny sizes")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timing each contestant")

@@ -4,6 +4,7 @@ Memory follows the formula whose parts test_shards.py and test_scale.py measure;
 predictions.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanomdlm.support.cli import entry
-from nanomdlm.support.cli.settings import Parser, first_line
 
 TOKENS = 8192  # of a rank at a time
 REACHED = 0.4  # of the peak FLOP/s, in the matrix products
@@ -192,7 +192,7 @@ def table(models):
 
 
 def main(argv):
-    Parser(description=first_line(__doc__)).parse_args(argv)
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(argv)
     print(table(MODELS), table(DECODERS), sep="\n\n")
     return 0
 

@@ -8,6 +8,7 @@ stands beside. Then eight compiled training steps of preset gpu are compared wit
 (on a GPU only). --json writes a JSON object for each line of errors in place of the line.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -30,7 +31,6 @@ from nanomdlm.kernels import launch
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.reference import block_spans, document_spans
 from nanomdlm.support.cli import devices
-from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.data import sources
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import compiling
@@ -201,7 +201,7 @@ PARTS |= dict(masks=compare_masks, steps=compare_steps)
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="a JSON object for each comparison")
     parser.add_argument("--only", choices=PARTS, help="one part alone, in this process")
     options = parser.parse_args(argv)

@@ -151,7 +151,7 @@ def test_a_template_of_several_lines_keeps_their_ends():
     tokenizer = Tokenizer("char", list("\n\rab"))
     segments = templates.parse("a\r\n█\rb\n", tokenizer, 32)
     assert segments == ["a\r\n", Gap(1), "\rb\n"]
-    ids = templates.to_ids(segments, tokenizer, 2)
+    ids = templates.to_ids(segments, 2)
     assert templates.joined(templates.to_texts(segments, ids, tokenizer)) == "a\r\na\rb\n"
 
 

@@ -88,8 +88,7 @@ def test_trained_run_is_not_called_barely_trained():
 
     def said(**score):
         known = dict(name="nelbo", value=2.0, step=5, unigram=3.2) | score
-        folder = Path("step-5")
-        return checkpoint_score.judge(known, folder, 65, stopped=score.pop("stopped", False))
+        return checkpoint_score.judge(known, Path("step-5"))
 
     assert said() == "NELBO 2.00"
     assert said(value=3.3) == "NELBO 3.30: barely trained"
@@ -106,58 +105,9 @@ def test_python_callers_hear_nothing(short_run, capsys):
     assert said.out == said.err == ""
 
 
-GOOD = '{"step": 2, "val_nelbo": 3.25}\n{"step": 4, "val_nelbo": 2.75}\n{"step": 6, "val_nelbo": 1}'
-HOSTILE = {
-    "an older checkpoint": (GOOD, "NELBO 2.75"),
-    "cut off": (GOOD + '\n{"step": 4, "val_nel', "NELBO 2.75"),
-    "of a model that writes from left to right": ('{"step": 4, "val_nll": 1.5}', "NLL 1.50"),
-    "not finite": (
-        '{"step": 4, "val_nelbo": NaN}\n{"step": 4, "val_nelbo": 1e999}',
-        "not evaluated",
-    ),
-    "other types": ('{"step": "4", "val_nelbo": 3}\n{"step": true}\n[4]\n4\n"a"', "not evaluated"),
-    "deep": ("[" * 100_000, "not evaluated"),
-    "commands": ('{"step": 4, "val_nelbo": "\\u001b[2J"}\n\x1b[2J', "not evaluated"),
-}
-
-
-@pytest.mark.parametrize("case", [*HOSTILE, "no file", "a pipe"])
-def test_hostile_logs_do_not_break_sampling(case, run, capsys):
-    """A checkpoint from before its manifest had a score: the log says it, if it can be read."""
-    manifest = run / "step-4" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    del content["score"]
-    manifest.write_text(json.dumps(content))
-    log = run / "log.jsonl"
-    log.unlink()
-    text, expected = HOSTILE.get(case, ("", "not evaluated"))
-    if case == "a pipe":
-        os.mkfifo(log)
-    elif case != "no file":
-        log.write_bytes(text.encode("utf-8", "surrogateescape"))
-    line, said = introduction(capsys, sample, f"--out_dir={run}", "--length=8", "--steps=1")
-    assert f", text.txt, {expected}" in line and "\x1b" not in said.err
-
-
-@pytest.mark.parametrize(
-    "score",
-    [
-        *(3, {"name": [], "value": 1}, {"name": "nelbo", "value": "1"}),
-        {"name": "nelbo", "value": float("nan")},
-    ],
-    ids=str,
-)
-def test_hostile_scores_count_as_missing(score, run, capsys):
-    manifest = run / "step-4" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"score": score}))
-    (run / "log.jsonl").unlink()
-    line, _ = introduction(capsys, sample, f"--out_dir={run}", "--length=8", "--steps=1")
-    assert "text.txt, not evaluated" in line
-
-
 def test_resumed_run_keeps_its_score(run):
-    before = checkpoint_score.from_manifest(run / "step-4")
+    before = checkpoint_score.read(run / "step-4")
     assert before["step"] == 4 and before["name"] == "nelbo"
     assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=5") == 0
-    assert checkpoint_score.from_manifest(run / "step-5")["step"] == 5
+    assert checkpoint_score.read(run / "step-5")["step"] == 5
     checkpoint.verify(run / "step-5")

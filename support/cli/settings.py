@@ -4,7 +4,6 @@ The type says what is accepted, the comment is the help. `parse` returns the fla
 `check` validates values from Python or a config.json as flags are. github.com/brentyi/tyro
 """
 
-import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -360,22 +359,3 @@ def names_of(path):
             f"{shown(path)} has an empty name; give the folder of a run, or leave it out"
         )
     return [os.path.expanduser(name) for name in names]
-
-
-# ---- Small programs: studies and lessons
-def first_line(doc):
-    """The first line of a docstring; "" for None, as python -OO keeps none."""
-    return (doc or "").partition("\n")[0]
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations whose mistakes are UserErrors."""
-
-    def __init__(self, **settings):
-        super().__init__(**settings, allow_abbrev=False)
-
-    def error(self, message):
-        raise UserError(message)
-
-    def print_help(self, file=None):  # argparse would ignore that its reader has gone
-        print(self.format_help(), end="", file=file, flush=True)

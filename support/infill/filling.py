@@ -349,7 +349,7 @@ def total(segments):
 def frame_of(model, tokenizer, segments, is_endless, draw):
     """The search.Frame of segments whose gaps have known lengths."""
     L = model.config.block_size
-    x = to_ids(segments, tokenizer, model.mask_id)
+    x = to_ids(segments, model.mask_id)
     is_gap = [segment.is_gap for segment in segments for _ in range(segment.size)]
     ends = [*itertools.accumulate(segment.size for segment in segments)]
     where = [i for i, segment in enumerate(segments) if segment.is_gap]

@@ -131,9 +131,9 @@ def encode_strings(segments, tokenizer):
     """Return the segments with a Text in place of each string. Strings alternate with gaps."""
     last = len(segments) - 1
     return [
-        encode_text(segment, tokenizer, after_gap=i > 0, before_gap=i < last)
-        if isinstance(segment, str) and not segment_is_encoded(segment)
-        else segment
+        segment
+        if isinstance(segment, (Text, Gap))
+        else encode_text(segment, tokenizer, after_gap=i > 0, before_gap=i < last)
         for i, segment in enumerate(segments)
     ]
 
@@ -146,17 +146,11 @@ def encode_segments(segments, tokenizer):
     encoded = []
     ids = []
     for segment in encode_strings(segments, tokenizer):
-        if not segment_is_encoded(segment):
+        if segment.is_gap and segment.pattern and segment.automaton is None:
             segment = place_pattern(segment, encoded[-1:], ids, tokenizer)
         encoded.append(segment)
         ids += [0] * segment.size if segment.is_gap else segment.ids
     return encoded
-
-
-def segment_is_encoded(segment):
-    return isinstance(segment, Text) or (
-        isinstance(segment, Gap) and (segment.automaton is not None or not segment.pattern)
-    )
 
 
 # ---- Gaps that must match
@@ -498,10 +492,10 @@ def check_context(segments, context):
         raise TooLong(f"the template has {n} tokens, the context only {context}; shorten it")
 
 
-def to_ids(segments, tokenizer, mask=0):
+def to_ids(segments, mask):
     """Return the ids of segments, with `mask` in gaps: the minimum if the length is unknown."""
     ids = []
-    for segment in encode_segments(segments, tokenizer):
+    for segment in segments:
         ids += [mask] * segment.size if segment.is_gap else segment.ids
     return ids
 
@@ -512,7 +506,6 @@ def to_texts(segments, ids, tokenizer):
     The text of a literal is its own, even if the tokenizer would decode its ids to a slightly
     different one. A space that both a literal and the next token contain is written once.
     """
-    segments = encode_segments(segments, tokenizer)
     ends = list(itertools.accumulate(segment.size for segment in segments))
     texts = []
     skip_space = False  # whether the next gap's text must not begin with a space

@@ -222,7 +222,7 @@ def fix_file(options, model, tokenizer, folders, config):
     The changes are printed, unless standard output is that of --output or --json.
     """
     reader = Proofreader(model, tokenizer, options.caution)
-    checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
+    checkpoint_score.introduce(folders, options.out_dir)
     is_free = "-" not in (options.output, options.json)
     n = 0
     with contextlib.ExitStack() as stack:

@@ -317,7 +317,7 @@ def start_from(run, source):
 def restore(run, folder, changed):
     """Load a checkpoint; returns whether it is the end of a run."""
     state = checkpoint.restore(folder, run.model, run.averaged, run.optimizers)
-    run.log.score = checkpoint_score.from_manifest(folder) or checkpoint_score.from_log(folder)
+    run.log.score = checkpoint_score.read(folder)
     run.step = state["step"]
     run.clock.resume(state)
     batch_size, _ = changed.get("batch_size", (run.config.batch_size, 0))

@@ -17,7 +17,7 @@ def show(writer, segments, job, emit):
     began = time.monotonic()
     mask = writer.model.mask_id
     (rows,) = writer.batches(segments, 1, job.kind == "template")
-    ids = torch.tensor(to_ids(segments, writer.tokenizer, mask), dtype=torch.int64)
+    ids = torch.tensor(to_ids(segments, mask), dtype=torch.int64)
     film = HtmlRecorder(writer.tokenizer, ids, mask)
     n = length_without_end(rows.x[0].tolist(), writer.tokenizer)
     tokens, given = film.shown()

@@ -202,7 +202,7 @@ class Writer:
 
     def keep(self, writer, segments, job, tell):
         """Texts to which nothing is added (max_tokens 0): echoed, perhaps with their scores."""
-        ids = to_ids(segments, self.tokenizer)
+        ids = to_ids(segments, 0)
         text = Text([(str(segment), False) for segment in segments])
         self.add_logprobs(writer, text, job, segments, ids, None)
         for i in range(job.n):

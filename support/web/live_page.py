@@ -204,7 +204,7 @@ def record(model, tokenizer, template, unmask):
     """
     context = model.config.block_size
     segments = parse(template, tokenizer, context) if template else [Gap(context)]
-    x = torch.tensor(to_ids(segments, tokenizer, model.mask_id), dtype=torch.int64)
+    x = torch.tensor(to_ids(segments, model.mask_id), dtype=torch.int64)
     film = HtmlRecorder(tokenizer, x, model.mask_id)
     for step in unmask(model, x[None], **RECORDED):
         film.add(step, 0)

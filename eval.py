@@ -1,6 +1,6 @@
 """Evaluate a model: its likelihood with an error, accuracy and calibration; pictures.
 
-    python eval.py                            # the run in out/, else weights/
+    python eval.py                            # the run in out/, else the model that ships
     python eval.py --exact --windows=64       # also the exact likelihood
     python eval.py --text="To be, or not"     # show its predictions; --pictures=FOLDER draws them
     python eval.py --calibrate=held_out.txt   # fit and save the temperature of its logits
@@ -65,7 +65,7 @@ Passes = Annotated[int, Bounds(1, 4096)]
 class Options:
     """What to evaluate, how, and what to show."""
 
-    out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
+    out_dir: Reads = ""  # run, or checkpoint; A,B: their mean (default: out, or what ships)
     data: Reads = ""  # text, whose last tenth is scored, or a folder (default: the run's data)
     compare: str = ""  # RUN,RUN,...: a table of their logs; or A.json,B.json,...: window by window
     text: Text = ""  # mask this text, and show what the model predicts

@@ -78,7 +78,7 @@ class Options:
     """What to export."""
 
     to: Literal["hf", "page", "checkpoint"] = "hf"  # for transformers, a page, or weights alone
-    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, or what ships)
     dest: Writes = ""  # the new folder to create
     pad_to_context: bool = False  # for --to=hf: pad texts to the context length, as in training
     weights: NumberType = "auto"  # page: int8 or float32; checkpoint: float32 or bfloat16

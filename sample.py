@@ -10,7 +10,8 @@
 Gaps get their most likely fill, by a search (support/infill/search.py). Other text is drawn, by a
 loop with two moves. Reveal: draw some of the tokens that are still [MASK]. Correct: mask some that
 were drawn, and draw them again given all the others. The tokens drawn in one call are far apart,
-where they hardly depend on each other. Without --out_dir and a run in out/, it uses weights/.
+where they hardly depend on each other. Without --out_dir and a run in out/, it uses the model that
+ships.
 """
 
 from nanomdlm.support.cli import entry, terminal
@@ -141,7 +142,7 @@ class SamplerSettings:
 class TextFlags:
     """What to write."""
 
-    out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
+    out_dir: Reads = ""  # run, or checkpoint; A,B: their mean (default: out, or what ships)
     prompt: Text = ""  # beginning of the text, which stays unchanged
     infill: str = ""  # text with gaps: █ is a token to fill, [___] a gap of any length (-: stdin)
     batch: Reads = ""  # file with one text with gaps per line (-: stdin); writes JSON lines
@@ -890,7 +891,7 @@ def check(options, given):
 
 
 def load(options, given):
-    """(model, tokenizer, config, folders, options) of --out_dir, of out/ or of weights/."""
+    """(model, tokenizer, config, folders, options) of --out_dir, of out/ or the one that ships."""
     device = pick_device(options.device)
     gaps = bool(options.infill or options.batch or options.fix)
     trusted = options.trust_remote_code

@@ -50,7 +50,7 @@ Some = Annotated[int, Bounds(1, 4096)]
 class Place:
     """What is served, and where."""
 
-    out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
+    out_dir: Reads = ""  # run, or checkpoint; A,B: their mean (default: out, or what ships)
     host: str = "127.0.0.1"  # address to listen on; beyond this machine it needs --api_key
     port: Port = 8000  # port to listen on (0: any that is free)
     api_key: str = ""  # key that clients must send (default: the variable MDLM_API_KEY, if set)

@@ -9,7 +9,7 @@
 The first also prints how many tokens were masked: by exactly l masks, and by masking each token
 with probability t (Bernoulli), as most papers do. With --orders the gaps of --text are filled, or a
 text is written from nothing. --compare takes files that eval.py --json wrote. Where a model is
-needed it is that of --run, by default the run in out/ or, if there is none, the model in weights/.
+needed it is that of --run, by default the run in out/ or, if there is none, the model that ships.
 
 --draw=idea: autoregressive and diffusion, with six words
 --draw=noise, strips: a text, and patterns of lesson 8, at rising mask rates
@@ -482,7 +482,7 @@ def main(argv):
     parser.add_argument("--steps", type=int, help="for --orders: the number of steps (default: 12)")
     parser.add_argument("--seed", type=int, help="for --orders and masks of --draw (default: 0)")
     parser.add_argument("--rate", type=float, help="for --draw=guesses: mask rate (default: 0.2)")
-    parser.add_argument("--run", help="folder of a run (default: out, else weights/)")
+    parser.add_argument("--run", help="folder of a run (default: out, else the model that ships)")
     parser.add_argument("--compare", help="files of eval.py --json: cross-entropy by mask rate")
     parser.add_argument("--dark", action="store_true", help="for a dark background")
     args = parser.parse_args(argv)

@@ -41,7 +41,7 @@ from nanomdlm.support.run.checkpoint import default_run
 
 @dataclass
 class Options:
-    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, or what ships)
     data: Reads = ""  # the text that it has learned, of which nine tenths train
     steps: str = ""  # fixed numbers of calls for a context
     threshold: str = ""  # values of --threshold

@@ -55,7 +55,7 @@ AT_ONCE = 10  # gaps that a contestant fills before the next one does
 @dataclass
 class Options:
     data: Reads = ""  # the text that the model has learned; nine tenths train
-    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, or what ships)
     before: Reads = ""  # a folder with the files of another commit
     results: Writes = "lengths.jsonl"  # lines of JSON, to which this adds
     gaps: Count = 400  # how many gaps

@@ -65,7 +65,7 @@ SLOW = ("remasking", "sixteen")
 @dataclass
 class Options:
     data: Reads = ""  # the text that the model has learned; its last tenth is used
-    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, or what ships)
     networks: Reads = ""  # A,B: two networks that search together, too
     results: Writes = "regret.jsonl"  # lines of JSON, to which this adds
     gaps: Count = 200  # gaps of 2 to 12 characters

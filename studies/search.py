@@ -51,7 +51,7 @@ TOP = 3
 @dataclass
 class Options:
     data: Reads = ""  # the text that the model has learned; its last tenth is used
-    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, or what ships)
     results: Writes = "search.jsonl"  # lines of JSON, to which this adds
     gaps: Count = 200  # gaps of 2 to 12 characters
     words: Count = 200  # words

@@ -39,7 +39,7 @@ from nanomdlm.support.serving import answers, requests
 
 @dataclass
 class Options:
-    out_dir: Reads = ""  # run or checkpoint folder (default: out, else weights/)
+    out_dir: Reads = ""  # run or checkpoint folder (default: out, or what ships)
     mode: Literal["speed", "load", "memory"] = "speed"  # what to measure
     clients: Count = 64  # clients of --mode=load
     seconds: Amount = 120.0  # how long --mode=load lasts

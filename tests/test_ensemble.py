@@ -92,9 +92,10 @@ def test_loss_is_at_most_the_mean_of_the_losses(runs, letters_file, capsys):
     assert both["nelbo"] < (first["nelbo"] + second["nelbo"]) / 2 - 1e-3
 
 
-def test_one_network_twice_is_that_network(runs, letters_file, capsys):
+def test_a_network_and_its_copy_are_that_network(runs, letters_file, tmp_path, capsys):
     one = evaluated(capsys, runs[0], f"--data={letters_file}")
-    two = evaluated(capsys, named([runs[0], runs[0]]), f"--data={letters_file}")
+    copied = shutil.copytree(runs[0], tmp_path / "copied")
+    two = evaluated(capsys, named([runs[0], copied]), f"--data={letters_file}")
     assert two["nelbo"] == pytest.approx(one["nelbo"], abs=1e-5)
 
 
@@ -155,6 +156,8 @@ def test_names_that_are_wrong_are_refused(runs, tmp_path, capsys):
     assert "empty" in capsys.readouterr().err
     refused(f"{runs[0]},{tmp_path / 'missing'}")
     assert str(tmp_path / "missing") in capsys.readouterr().err
+    refused(named([runs[0], runs[1], runs[0]]))
+    assert "twice" in capsys.readouterr().err
     with pytest.raises(UserError):
         mdlm.load([])
 
@@ -257,9 +260,12 @@ def test_pictures_of_one_run_stay(trained, tmp_path, monkeypatch):
     assert "confidence.png" in {path.name for path in (tmp_path / "drawn").iterdir()}
 
 
-def test_many_names_are_no_long_path(runs):
-    assert len(mdlm.load(named(runs * 9))[0].networks) == 18
-    assert entry.run(eval.main, [f"--out_dir={named(runs * 90)}", "--text=abc", "--json=-"]) == 0
+def test_many_names_are_no_long_path(runs, tmp_path):
+    several = [tmp_path / f"{i}{'x' * 200}" for i in range(30)]
+    for i, link in enumerate(several):
+        link.symlink_to(runs[i % 2])
+    assert len(mdlm.load(named(several))[0].networks) == 30
+    assert entry.run(eval.main, [f"--out_dir={named(several)}", "--text=abc", "--json=-"]) == 0
 
 
 def test_export_takes_one(runs, tmp_path, capsys):

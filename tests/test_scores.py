@@ -13,6 +13,7 @@ import export
 import mdlm
 import sample
 from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import checkpoint, checkpoint_score
 
 PROGRAMS = {
@@ -95,6 +96,12 @@ def test_trained_run_is_not_called_barely_trained():
     assert said(value=4.17, step=0, loss=2.0) == "NELBO 4.17 at step 0"
     assert said(value=4.17, step=0, loss=3.9) == "NELBO 4.17 at step 0: barely trained"
     assert said(value=1.3, unigram=1.386) == "NELBO 1.30", "there is no more in DNA"
+
+
+def test_a_folder_of_models_names_them():
+    """No advice to train into it."""
+    with pytest.raises(UserError, match="weights/record or .*weights/shakespeare"):
+        mdlm.load(ROOT / "weights")
 
 
 def test_python_callers_hear_nothing(short_run, capsys):

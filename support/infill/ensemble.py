@@ -73,6 +73,8 @@ def read_newest(path, read):
     folders = [folder for folder, _ in loaded]
     if len(loaded) == 1:
         return folders, loaded[0][1]
+    if len({*folders}) < len(folders):
+        raise UserError(f"{path} names a checkpoint twice; name each once")
     first = loaded[0][1]
     for folder, other in loaded[1:]:
         check_alike(folders[0], first, folder, other)

@@ -217,9 +217,12 @@ def find_intact(out_dir):
             return folder
         except UserError as e:
             warn(f"{e}; trying the one before it")
-    fix = f"train one with: {environment.command('mdlm.py')} --out_dir={environment.quote(out_dir)}"
-    fix += " --overwrite" if folders else ""
-    raise UserError(f"{out_dir} holds no intact checkpoint of mdlm.py; {fix}")
+    what = f"{out_dir} holds no intact checkpoint of mdlm.py"
+    inside = sorted(path.parent.name for path in Path(out_dir).glob("*/manifest.json"))
+    if inside and not folders:
+        raise UserError(f"{what}; give {' or '.join(f'{out_dir}/{name}' for name in inside)}")
+    command = f"{environment.command('mdlm.py')} --out_dir={environment.quote(out_dir)}"
+    raise UserError(f"{what}; train one with: {command}{' --overwrite' * bool(folders)}")
 
 
 class Changed(Exception):

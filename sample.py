@@ -872,14 +872,6 @@ def place_text(given):
 def check(options, given):
     """Raise UserError for flags that contradict each other; given: those of the command line."""
     check_clashes(CLASHES, given)
-    has_gaps = options.infill or options.batch
-    rules = [
-        ("candidates max_gap", not has_gaps, "without gaps: give --infill or --batch"),
-        ("logprobs", not (options.json or options.batch), "without --json"),
-        ("output caution", not options.fix, "without --fix"),
-        ("steps", options.order == "one_shot", "with --order=one_shot, which is one step"),
-    ]
-    check_idle(given, rules)
     python_arguments.check_text(options.prompt + options.infill)
     if templates.GAP.search(options.prompt):
         raise UserError("--prompt has gaps; give it as --infill, or without a flag before it")
@@ -888,6 +880,14 @@ def check(options, given):
         outputs.check_all(replace(options, output=""), stdin=stdin)
     if options.output:
         products.proofreading_of_files().check_output(options)
+    has_gaps = options.infill or options.batch
+    rules = [
+        ("candidates max_gap", not has_gaps, "without gaps: give --infill or --batch"),
+        ("logprobs", not (options.json or options.batch), "without --json"),
+        ("output caution", not options.fix, "without --fix"),
+        ("steps", options.order == "one_shot", "with --order=one_shot, which is one step"),
+    ]
+    check_idle(given, rules)
 
 
 def load(options, given):

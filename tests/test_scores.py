@@ -100,7 +100,7 @@ def test_trained_run_is_not_called_barely_trained():
 
 def test_a_folder_of_models_names_them():
     """No advice to train into it."""
-    with pytest.raises(UserError, match="weights/record or .*weights/shakespeare"):
+    with pytest.raises(UserError, match=r"weights/record or .*weights/shakespeare"):
         mdlm.load(ROOT / "weights")
 
 

@@ -1,6 +1,7 @@
 """Doors to products: folders of support/ that are imported only when they are used.
 
-So the programs start without them, and also work if they have been removed.
+So the programs start without them, and also work if they have been removed. (--help is not a
+product, but is rarely used as well.)
 """
 
 from types import SimpleNamespace
@@ -61,3 +62,10 @@ def serving():
 
     modules = (app, engine, rendering, requests, writing, served_page)
     return SimpleNamespace(**{module.__name__.rpartition(".")[2]: module for module in modules})
+
+
+def help_pages():
+    """--help of the programs; tyro takes a quarter of a second to import."""
+    from nanomdlm.support.cli import help
+
+    return help

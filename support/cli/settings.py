@@ -1,26 +1,19 @@
-"""Settings are dataclasses: a line each, `n_layer: Count = 6  # layers`. tyro reads the flags.
+"""Settings are dataclasses: a line each, `n_layer: Count = 6  # layers`.
 
-The type says what is accepted, the comment is the help. `parse` returns the flags that were given,
-`check` validates values from Python or a config.json as flags are. github.com/brentyi/tyro
+The type says what is accepted, the comment is the help (help.py). `parse` returns the flags that
+were given, `check` validates values from Python or a config.json as flags are.
 """
 
 import contextlib
 import dataclasses
 import difflib
 import functools
-import io
-import itertools
 import os
 import re
-import sys
-import textwrap
 import types
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import tyro
-
-from nanomdlm.support.cli.terminal import STDOUT
+from nanomdlm.support.cli import products
 from nanomdlm.support.errors import UserError
 
 NO_LIMIT = 1 << 31
@@ -101,6 +94,13 @@ def named_by(cls, role):
     return [name for name, (_, marks) in types_of(cls).items() if role in marks]
 
 
+def in_short(value):
+    """A value as --help shows it."""
+    if isinstance(value, (bool, str)):
+        return str(value).lower()
+    return "unlimited" if value == NO_LIMIT else f"{value:.10g}"
+
+
 def check(settings):
     """Raise UserError for a value that has a wrong type, is not a choice, or is out of bounds.
 
@@ -156,15 +156,13 @@ def parse(
     short: those of them that --help shows, if only --help=all shows all
     free: the name under which a text without a flag is returned ("": it is refused)
     """
-    if not isinstance(argv, (list, tuple)) or not all(isinstance(word, str) for word in argv):
-        raise UserError(f'the flags {shown(repr(argv))} must be a list: ["--flag=value", ...]')
     if help_words := [word for word in argv if word in ("-h", "--help", "--help=all")]:
-        description = description() if callable(description) else description or ""
-        description = description.strip("\n")
-        some = short if short and help_words[0] != "--help=all" else groups
-        if short and some is short:
+        if callable(description):
+            description = description()
+        if short and help_words[0] != "--help=all":
+            groups = short
             description += "\n--help=all shows the settings of variants too."
-        show_help(cls, description, default or cls(), some, usage)
+        products.help_pages().show(cls, description.strip("\n"), default or cls(), groups, usage)
     pairs, words = split(cls, argv)
     if words and not free:
         known = types_of(cls)
@@ -173,13 +171,29 @@ def parse(
         raise UserError(f"{shown(words[0])!r} needs a flag before it, {fix} (see --help)")
     if len(words) > 1:
         raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
-    args = [f"--{name}={value}" for name, value in pairs]
-    read = quietly(cls, args, default)
-    given = {name: getattr(read, name) for name, _ in pairs}
+    known = types_of(cls)
+    given = {name: value_of(known[name][0], word) for name, word in pairs}
     checked = cls(**given)
     check(checked)
     given = {name: getattr(checked, name) for name in given}
     return given | ({free: words[0]} if words else {})
+
+
+def value_of(kind, word):
+    """A word of the command line as a value of a type; the word itself if it is none."""
+    if word in choices_of(kind):
+        return word
+    reads = {bool: read_bool, int: int, float: float}
+    for plain_type in get_args(kind) or (kind,):
+        with contextlib.suppress(ValueError):
+            return reads.get(plain_type, str)(word)
+    return word
+
+
+def read_bool(word):
+    if word.lower() not in TRUE + FALSE:
+        raise ValueError("give true or false")
+    return word.lower() in TRUE
 
 
 def split(cls, argv):
@@ -219,108 +233,6 @@ def split(cls, argv):
             value = os.path.expanduser(value)
         pairs.append((name, value))
     return pairs, words
-
-
-def quietly(cls, args, default):
-    """What tyro reads; its box of an error becomes a UserError."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return call_tyro(cls, args, default)
-    except SystemExit as e:
-        if e.code != 2:
-            raise
-    # A title, and paragraphs between lines, of ASCII where the terminal has no others.
-    lines = iter([line.strip("╭╮╰╯│─|+- ") for line in said.getvalue().splitlines()])
-    next(filter(None, lines), "")  # the title
-    first = next(filter(None, lines), "the flags cannot be read")
-    sentence = " ".join([first, *itertools.takewhile(bool, lines)])
-    raise UserError(sentence.removeprefix("Error parsing "))
-
-
-def call_tyro(cls, args, default=None):
-    return tyro.cli(
-        cls,
-        args=args,
-        default=default,
-        description="",
-        prog=Path(sys.argv[0]).name,
-        use_underscores=True,
-        registry=RULES,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
-    )
-
-
-RULES = tyro.constructors.ConstructorRegistry()
-
-
-@RULES.primitive_rule
-def read_plain(info):
-    """How tyro reads and shows a bool, an int, a float: --tie=yes, `unlimited`, 0.02."""
-    reads = {bool: read_bool, int: int, float: float}
-    if info.type not in reads:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar={bool: "true|false", int: "N", float: "X"}[info.type],
-        instance_from_str=lambda words: reads[info.type](words[0]),
-        is_instance=lambda x: isinstance(x, (int, float)),
-        str_from_instance=lambda x: [in_short(x)],
-    )
-
-
-def read_bool(word):
-    if word.lower() not in TRUE + FALSE:
-        raise ValueError("give true or false")
-    return word.lower() in TRUE
-
-
-def in_short(value):
-    """A value as --help shows it."""
-    if isinstance(value, (bool, str)):
-        return str(value).lower()
-    return "unlimited" if value == NO_LIMIT else f"{value:.10g}"
-
-
-def show_help(cls, description, default, groups, usage):
-    """Print the help of the dataclass `cls`, or of each of the groups, and exit."""
-    if len(groups) == 1:
-        (cls,) = groups
-        default = of_group(cls, default)
-    elif groups:  # a class with a field for each; tyro shows their docstrings as titles
-        fields = [(title_of(group), group) for group in groups]
-        cls = dataclasses.make_dataclass("All", fields)
-        default = cls(**{name: of_group(group, default) for name, group in fields})
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        call_tyro(cls, ["--help"], default)
-    paragraphs = [f"usage: {Path(sys.argv[0]).name} {usage}", *description.split("\n\n")]
-    folded = [p if p[:1] == " " else textwrap.fill(p, 79) for p in paragraphs]
-    flags = said.getvalue().partition("\n\n")[2]  # tyro would join the lines of a description
-    flags = re.sub(r"\s+\(default:\s+''\)", "", flags)  # empty: off
-    blocks = re.split(r"(?m)^(?=  --)", flags)  # (0: ...) says the default
-    flags = "".join(re.sub(r"\s+\(default:\s+0\)", "", b) if "(0:" in b else b for b in blocks)
-    flags = "\n".join(line.rstrip() for line in flags.split("\n"))
-    # Of "NAME options", a line, the group's docstring and a line: the docstring and a line.
-    flags = re.sub(r"(?m)^ \w+ options\n( -+\n)((?:  .+\n)+?)  -+\n", r"\2\1", flags)
-    flags = re.sub(r"(?m)^  (?=\w)", " ", flags)
-    try:
-        print(*folded, flags, sep="\n\n", end="", flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise OSError(e.errno, e.strerror, STDOUT) from e
-    sys.exit(0)
-
-
-def title_of(group):
-    """The title of a group of settings: the name of its file, or of its class."""
-    name = group.__name__.removesuffix("Settings").lower()
-    return name or group.__module__.rpartition(".")[2]
-
-
-def of_group(group, settings):
-    return group(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(group)})
 
 
 # ---- Flags that contradict each other, or do nothing

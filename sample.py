@@ -74,7 +74,6 @@ from nanomdlm.support.infill.model_calls import (
 from nanomdlm.support.infill.probabilities import (
     TokenLogprob,
     as_json,
-    note_draws,
     token_logprobs,
 )
 from nanomdlm.support.infill.probabilities import logprobs as logprobs
@@ -136,6 +135,11 @@ class SamplerSettings:
     top_p: Probability = 1.0  # draw only from the likeliest tokens with this total probability
     cfg: Factor = 0.0  # strength of guidance by the given text (0: off); doubles the calls
     seed: Seed = 0  # random seed; the same seed gives the same text
+
+    @property
+    def is_adaptive(self):
+        """Whether what the network predicts decides how many tokens a call reveals."""
+        return bool(self.threshold or self.entropy_bound)
 
 
 @dataclass
@@ -214,7 +218,6 @@ def resolve(settings, model):
         what = f"block={settings.block}"
         raise UserError(f"{what} exceeds the context of {config.block_size}; give less")
     n = model.objective.n_texts
-    is_adaptive = adaptive.rule_of(settings) is not None
     steps = 1 if settings.order == "one_shot" else settings.steps or max(32, 8 * n)
     unfit = ()
     if is_causal:
@@ -230,7 +233,7 @@ def resolve(settings, model):
             raise UserError(f"{name} is not for {kind}; leave it out")
     if is_causal:
         return replace(settings, steps=steps, order="left_to_right", correct=0)
-    if is_adaptive:
+    if settings.is_adaptive:
         settings = adaptive.resolve(settings, config.block_size)
         steps = settings.steps
     if settings.order == "auto":
@@ -322,7 +325,7 @@ def count_to_reveal(settings, chunk, s, masked, noise):
     left = (chunk.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
     after = (left - 1) / chunk.reveals  # the fraction of masks
     k = masked.sum(1) - (chunk.gaps.sum(1) * after + 1e-9).long()
-    if adaptive.rule_of(settings):  # at least these: what the network says comes later
+    if settings.is_adaptive:  # at least these: what the network says comes later
         k = k.clamp(min=1).minimum(masked.sum(1))
     if settings.order == "ancestral":  # the exact reverse process reveals each position on its own
         k = (masked & (noise < 1 / left[:, None])).sum(1)
@@ -342,7 +345,7 @@ def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
     if order.network_first:
         score = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
         score[masked] = order.score(logp, token).double()
-        if adaptive.rule_of(settings):
+        if settings.is_adaptive:
             k = k.maximum(adaptive.count(settings, score, masked))
     else:
         score = order.score(chunk.index, chunk.u[:, :1])
@@ -470,13 +473,12 @@ def take_steps(
     cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
     forbid = [i for i in forbid if i is not None]
-    is_adaptive = adaptive.rule_of(settings) is not None
     for chunk in plan(model, fill, samples, settings):
         text = x[:, chunk.at.start : chunk.at.stop]  # a view: what is drawn is in x
         steps = range(chunk.first, chunk.first + chunk.steps)
         numbers = uniforms(settings.seed, steps, samples, chunk.at)
         for s in range(chunk.steps):
-            if is_adaptive and not chunk.goes_on(s):
+            if settings.is_adaptive and not chunk.goes_on(s):
                 break
             masked = chunk.gaps & (text == mask)
             filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
@@ -514,7 +516,7 @@ def take_steps(
             if end_id is not None and end_id in token:
                 x[(((x == end_id) & fill).cumsum(1) > 0) & fill] = end_id
             chunk.age(drawn, logp, token)
-            if is_adaptive:
+            if settings.is_adaptive:
                 chunk.begin_to_correct(s, chunk.gaps & (text == mask))
             everywhere = F.pad(drawn, (chunk.at.start, x.shape[1] - chunk.at.stop))
             yield Step(chunk.first + s + 1, x.clone(), everywhere, logp, calls.clone())
@@ -635,7 +637,8 @@ class Rows:
         settings = (self.samples, writer.settings)
         for step in take_steps(writer.model, x, None, *settings, memo=self.memo, **self.may_draw):
             step = Step(step.number, *(tensor.cpu() for tensor in step[1:]))
-            note_draws(self.drawn, step)
+            token = step.x[step.drawn][:, None]
+            self.drawn[step.drawn] = step.logp.gather(1, token)[:, 0].double()
             self.x = step.x
             self.calls = step.calls
             yield step

@@ -92,12 +92,6 @@ def test_a_file_calibrates_a_checkpoint(run, pydoc, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["temperature"] == found["temperature"]
     assert entry.run(eval.main, [*flags, "--temperature=1", "--json=-", "--pictures=none"]) == 0
     assert json.loads(capsys.readouterr().out)["temperature"] == 1
-    config = folder / "config.json"
-    content = json.loads(config.read_text())
-    for wrong in ({}, dict(temperature=0, source=""), dict(temperature="hot", source=""), 3):
-        config.write_text(json.dumps(content | dict(calibration=wrong)))
-        with pytest.raises(ValueError):
-            checkpoint.read_calibration(folder)
 
 
 def test_a_run_holds_text_back_and_calibrates_its_checkpoints(text_file, tmp_path, capsys):

@@ -189,7 +189,7 @@ def open_regular(path, opener=open):
 def sha256_of(path):
     """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
-    with open_regular(path) as f:
+    with open(path, "rb") as f:
         while chunk := f.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
@@ -208,8 +208,7 @@ def read_small(path):
         raise FileNotFoundError("it is missing or not a file")
     if Path(path).stat().st_size > most_bytes(path):
         raise ValueError(f"it has more than {most_bytes(path)} bytes")
-    with io.TextIOWrapper(open_regular(path), encoding="utf-8") as f:
-        return f.read()
+    return Path(path).read_text(encoding="utf-8")
 
 
 def read_json(path, what):

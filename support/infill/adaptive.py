@@ -19,21 +19,15 @@ from nanomdlm.support.errors import UserError
 RULES = {"threshold": ("confidence", "max_prob"), "entropy_bound": ("entropy",)}
 
 
-def rule_of(settings):
-    """The name of the rule that SamplerSettings request, or None. Raises UserError for two."""
-    asked = [name for name in RULES if getattr(settings, name)]
-    if len(asked) > 1:
-        raise UserError("threshold and entropy_bound are alternative rules; give one")
-    return asked[0] if asked else None
-
-
 def resolve(settings, context):
     """SamplerSettings with a rule, its order, and the numbers of calls and corrections resolved.
 
     context: tokens, for which there are at most `steps` calls (default: one per token). Raises
-    UserError for an order that does not work with the rule.
+    UserError for two rules, and for an order that does not work with the rule.
     """
-    rule = rule_of(settings)
+    rule, *others = [name for name in RULES if getattr(settings, name)]
+    if others:
+        raise UserError("threshold and entropy_bound are alternative rules; give one")
     orders = RULES[rule]
     if settings.order not in ("auto", *orders):
         what = f"order={settings.order} and {rule}={getattr(settings, rule)}"

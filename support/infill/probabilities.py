@@ -197,13 +197,6 @@ def as_json(tokens):
     ]
 
 
-# ---- What was drawn
-def note_draws(logp, step):
-    """Write log p of the tokens that a sample.Step drew into logp (B, T), float64 on the CPU."""
-    token = step.x[step.drawn][:, None]
-    logp[step.drawn.cpu()] = step.logp.gather(1, token)[:, 0].cpu().double()
-
-
 # ---- Whole texts
 @torch.no_grad()
 def score(

@@ -86,8 +86,9 @@ class Region:
         self.end = start + size
         self.item = item  # bytes that are watched together
         # The kernel gets other addresses, so that one beyond an argument is in no other argument,
-        # and that an address of 32 bits is in none. They are aligned as the tensor is.
-        self.address = ((number + 1) << 40) + start % 4096
+        # and that an address of 32 bits is in none. They are aligned as the tensor is, and some way
+        # from the multiple of 2^40 by which an address before them is told.
+        self.address = ((number + 1) << 40) + (1 << 20) + start % 4096
         self.data = np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)
         self.log = AccessLog(-(-size // item), name)
 

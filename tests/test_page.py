@@ -697,7 +697,7 @@ def test_fills_and_their_proof_are_those_of_sample_py(browser, shipped, template
     browser.wait("$('said').textContent.startsWith('The likeliest')", 120)
     model, tokenizer, config = mdlm.load(WEIGHTS)
     segments = sample.parse(template, tokenizer, config.block_size)
-    found = filling.fill(model, tokenizer, segments, 5)
+    found = filling.Filling(model, tokenizer, segments, 5).finish()
     assert browser.js("samples.map(s => s.tokens.join(''))") == [one.text for one in found]
     shown = browser.js("samples.map(s => [s.logp, s.p])")
     assert np.allclose(shown, [(one.logp, one.p) for one in found], rtol=1e-3)
@@ -791,7 +791,7 @@ def test_fills_have_probabilities_and_a_certificate(live, tiny):
         titles = live.js("samples.map(s => s.title)")
         shown = [float(re.match(r"([\d.e-]+)\xa0% ", title)[1]) for title in titles]
         assert shown == sorted(shown, reverse=True) and sum(shown) < 103
-        found = filling.fill(model, tokenizer, sample.parse(text, tokenizer, 32), 5)
+        found = filling.Filling(model, tokenizer, sample.parse(text, tokenizer, 32), 5).finish()
         assert np.allclose(live.js("samples.map(s => s.p)"), [one.p for one in found], rtol=0.03)
         number = re.search(r"; (?:not )?proven: .* ([\d.e-]+)\xa0%\.$", say(live))[1]
         assert what in say(live) and float(number) <= shown[-1] * 1.1

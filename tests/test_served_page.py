@@ -76,7 +76,9 @@ def test_page_gets_the_fills_and_the_proof_of_sample_py(server, short_run, templ
     """And meanwhile how many texts the network has seen."""
     model, tokenizer, config = mdlm.load(short_run)
     *told, end = events(server, infill=template, seed=1, rank=True)
-    wanted = filling.fill(model, tokenizer, parse(template, tokenizer, config.block_size), 5)
+    wanted = filling.Filling(
+        model, tokenizer, parse(template, tokenizer, config.block_size), 5
+    ).finish()
     assert ["".join(fill["tokens"]) for fill in end["fills"]] == [one.text for one in wanted]
     for fill, one in zip(end["fills"], wanted):
         assert (fill["p"], fill["logp"]) == pytest.approx((one.p, one.logp), rel=1e-4)

@@ -83,31 +83,6 @@ class Candidates(list):
     seconds = 0.0
 
 
-@torch.no_grad()
-def fill(
-    model,
-    tokenizer,
-    segments,
-    n,
-    max_gap=16,
-    limit=LIMIT,
-    deadline=math.inf,
-    draw=None,
-    update=lambda n: None,
-):
-    """The n likeliest fills of a template: Candidates.
-
-    segments: the template, as from templates.parse. max_gap: the longest fill of a gap of unknown
-    length, in tokens. limit: maximum number of sequences; deadline: time.monotonic() after which
-    the search stops. draw(segments, n): a sampler's fills of a template whose lengths are known, as
-    sample.Written. update(n): called when the network has seen n more texts
-
-    Raises UserError if no fill can be shown.
-    """
-    made = Filling(model, tokenizer, segments, n, max_gap, draw, update, deadline)
-    return made.finish(limit)
-
-
 def finish(fillings, limit=LIMIT):
     """Search in several Fillings, in shared network calls, up to the first of their deadlines."""
     if fillings:
@@ -123,7 +98,15 @@ def finish(fillings, limit=LIMIT):
 
 
 class Filling:
-    """A template that is being filled; the arguments are those of `fill`."""
+    """A template that is being filled, with its n likeliest fills.
+
+    segments: the template, as from templates.parse. max_gap: the longest fill of a gap of unknown
+    length, in tokens. draw(segments, n): a sampler's fills of a template whose lengths are known,
+    as sample.Written. update(n): called when the network has seen n more texts. deadline:
+    time.monotonic() after which the search stops
+
+    Raises UserError if no fill can be shown.
+    """
 
     def __init__(
         self,

@@ -332,6 +332,22 @@ def test_lengths_compete_by_the_gap_and_what_follows(kind, before, after):
     assert [one.text for one in few] == best[:2]
 
 
+@pytest.mark.parametrize("settings", [dict(objective="ar"), dict(block_length=4)], ids=str)
+def test_models_that_do_not_see_what_follows_choose_good_lengths(settings, monkeypatch):
+    """Three of eight lengths are searched; the best fill of all lengths is among their fills."""
+    tokenizer = Tokenizer("char", LETTERS)
+    same = 0
+    for seed in range(6):
+        model = network(seed, block_size=12, **settings)
+        text = "bcab"[: seed % 3] + "[___]" + "acb"
+        search_all = functools.partial(sample.search, model, tokenizer, text, top=1, max_gap=6)
+        monkeypatch.setattr(filling, "N_LENGTHS", 100)
+        best = search_all(limit=10_000)
+        monkeypatch.undo()
+        same += search_all(limit=10_000)[0].text == best[0].text
+    assert same >= 5, same
+
+
 def test_several_gaps_of_unknown_length_are_one_search():
     model = network(5)
     tokenizer = Tokenizer("char", LETTERS)

@@ -276,30 +276,40 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count, deadline
     """{length: score} of a gap, (its number, the segment), the others of a usual length.
 
     is_refined: of the likely lengths, by a good fill of each. Gaps that must be filled together
-    leave less room for the errors of one call. After the deadline, it is less exact
+    leave less room for the errors of one call, and a model that does not see what follows has not
+    learned to predict it in one. After the deadline, it is less exact
     """
     L = model.config.block_size
     number, segment = gap
     before, after = known[:number], known[number + 1 :]
     shapes = {m: [*before, segment.of_length(m), *after] for m in lengths}
     shapes = {m: shape for m, shape in shapes.items() if total(shape) <= L}
-    may_draw = drawable(tokenizer, model.vocab_size)
-    found = score_lengths(model, [*shapes.values()], number, may_draw, deadline)
-    count(len(found))
-    scores = {m: sum(terms) for m, terms in zip(shapes, found)}
-    if not is_refined or time.monotonic() > deadline:
-        return scores
-    next_token = {m: terms[0] for m, terms in zip(shapes, found)}
-    likely = sorted(scores, key=lambda m: -scores[m])[:N_REFINED]
+    sees_after = abilities.fills_gaps(model)
+    if sees_after:
+        may_draw = drawable(tokenizer, model.vocab_size)
+        found = score_lengths(model, [*shapes.values()], number, may_draw, deadline)
+        count(len(found))
+        next_token = {m: terms[0] for m, terms in zip(shapes, found)}
+        scores = {m: sum(terms) for m, terms in zip(shapes, found)}
+        if not is_refined or time.monotonic() > deadline:
+            return scores
+        likely = sorted(scores, key=lambda m: -scores[m])[:N_REFINED]
+    else:
+        next_token = dict.fromkeys(shapes, 0.0)
+        scores = dict.fromkeys(shapes, -math.inf)
+        likely = [*shapes]
     searches = []
     for m in likely:
         others = [
             hidden(model, one) if one.is_gap and i != number else one
             for i, one in enumerate(shapes[m])
         ]
-        searches.append(search.Search([frame_of(model, tokenizer, others, False, None)], 1))
+        frame = frame_of(model, tokenizer, others, False, None)
+        frame.after = frame.after[:REACH]
+        searches.append(search.Search([frame], 1))
     # Enough for one fill of each, and some more.
-    search.run(model, searches, max(likely) + 4, deadline, lambda one: count(1))
+    reach = 0 if sees_after else REACH
+    search.run(model, searches, max(likely) + reach + 4, deadline, lambda one: count(1))
     return {
         m: next_token[m] + one.fills[0].logp if one.fills else scores[m]
         for m, one in zip(likely, searches)

@@ -100,7 +100,10 @@ class Frame:
             filled = [at for at, id in zip(self.open, node.fill) if id != OPEN]
             begin = filled[-1] if filled else -1
             stop = masked[0] if masked else math.inf
-            return x, [at for at in self.after if begin < at < stop] + masked[:1]
+            places = [at for at in self.after if begin < at < stop] + masked[:1]
+            if self.is_causal:  # it does not see what follows: texts of other lengths are alike
+                x[places[-1] :] = self.x[:1] * (len(x) - places[-1])
+            return x, places
         if not node.path:  # all of them: how uncertain are they?
             return x, masked
         return x, masked[:1] if self.is_ordered else at_edges(masked)

@@ -1,6 +1,7 @@
 """Fills a template: finds lengths for its gaps, and their most likely fills, with proof.
 
-1. One call over all lengths of a gap of unknown length says which are likely (lengths.py).
+1. One call over all lengths of a gap of unknown length says which are likely (lengths.py). (Of
+   models that do not see what follows, a good fill of each length does.)
 2. For each of these, log p(after | before) with masks in the gaps: a chain rule over the next REACH
    tokens of given text. Tokens that are further away tell hardly anything about a length.
 3. One search for the likeliest fills, whatever their length (search.py): by log p(gap, after |

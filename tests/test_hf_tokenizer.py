@@ -71,7 +71,8 @@ def filled(made, name, template, text, gap):
 
 @pytest.mark.parametrize("name", ALL)
 def test_long_texts_have_the_ids_of_the_whole(made, pydoc, monkeypatch, name):
-    text = pydoc[:6000] if name == "words" else pydoc[:6000] + "x" * 1500 + pydoc[:900]
+    more = "x" * 1500 + pydoc[:900]
+    text = pydoc[:6000] + more * (name not in ("words", "bert", "bert_cased"))  # unknown words
     made = made(name)
     whole = made.library.encode(text) if name in tokenizer_kinds.KINDS else made.encode(text)
     monkeypatch.setattr(hf_tokenizer, "CHUNK", 700)
@@ -133,7 +134,8 @@ def test_gaps_have_the_ids_of_the_whole_text(made, name, data):
         begun = before[-1:].strip() and gap[:1].strip()
         part_of_word = name == "word" and (begun or not after[:1].isspace())
         alone = before[-1:].isspace()
-        assert part_of_word or alone, (name, before, gap, after)
+        marked = name == "qwen" and after[:1].isalpha()  # it reads a mark with the word after it
+        assert part_of_word or alone or marked, (name, before, gap, after)
         return
     text_again = templates.joined(templates.to_texts(segments, whole, made))
     assert text_again == text or text_again.lower() == made.decode(whole).lower()

@@ -303,20 +303,20 @@ def test_plain_kinds_need_no_library(kind, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
-@pytest.mark.parametrize("indent", [None, 2])
-def test_a_file_is_kept_to_the_byte(name, indent, pydoc, tmp_path):
-    """With an [END] it has a post-processor more, which changes nothing."""
+def test_a_file_is_kept_to_the_byte(name, pydoc, tmp_path):
+    """With an [END] it has a post-processor more, which changes nothing, and is on one line."""
     library = tokenizer_kinds.KINDS[name](pydoc[:9000])
     library.add_special_tokens(["[CLS]", "<fin>"])
     ends = [(token, library.token_to_id(token)) for token in ("[CLS]", "<fin>")]
     around = tokenizers.processors.TemplateProcessing("[CLS] $A", "[CLS] $A $B", ends)
     for post_processor in (library.post_processor, around):
         library.post_processor = post_processor
-        content = json.dumps(json.loads(library.to_str()), indent=indent)
+        content = json.dumps(json.loads(library.to_str()), indent=2)
         assert Tokenizer("file", content).to_file() == content
         ours = Tokenizer("file", content, library.token_to_id("<fin>"))
         read = tokenizer_from_json(saved(ours, tmp_path))
-        assert (read.kind, read.vocab, read.end) == ("file", content, ours.end)
+        assert (read.kind, read.vocab, read.end) == ("file", ours.vocab, ours.end)
+        assert json.loads(read.vocab) == json.loads(content)
         named = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         for texts in (("The value of",), ("The value", "of a class")):
             for adds in (True, False):
@@ -412,4 +412,5 @@ def test_other_runs_take_a_file_of_the_small_format(kind, end, path, pydoc, tmp_
     (tmp_path / "tokenizer.json").write_text(known.to_json())
     for asked in (False, True):
         read = open_tokenizer(tmp_path / "tokenizer.json", asked)
-        assert (read.kind, read.vocab, read.end_id is not None) == (kind, known.vocab, asked)
+        assert (read.kind, read.end_id is not None) == (kind, asked)
+        assert read.encode(TEXT) == known.encode(TEXT)

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable
 
@@ -26,7 +25,6 @@ WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly 
 ADDED = ("[MASK]", "[PAD]")  # by export.py, after all tokens
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 TRIED = 1 << 20  # characters of training text with which a file is tried
-MANY = 1000  # different characters, more than a few scripts have
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
@@ -63,6 +61,8 @@ class Tokenizer:
     """
 
     def __init__(self, kind, vocab=None, end=False):
+        if kind == "file" and end is not False:  # its JSON gets an addition in files
+            vocab = tokenizer_json.dumps(json.loads(vocab))
         self.kind = kind
         self.vocab = vocab
         self.end = end
@@ -158,12 +158,8 @@ class Tokenizer:
     # ---- Decoding
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; [MASK] is shown as █."""
-        return self.locate(whole_ids(ids, self.last_id, self.mask_id), [])[0]
-
-    @property
-    def last_id(self):
-        """The largest id of a token or [MASK]."""
-        return max(self.vocab_size - 1, self.mask_id)
+        largest = max(self.vocab_size - 1, self.mask_id)
+        return self.locate(whole_ids(ids, largest, self.mask_id), [])[0]
 
     def special_ids(self):
         """Special token -> its id, of a file of the tokenizers library."""
@@ -236,8 +232,12 @@ class Tokenizer:
     # ---- Files
     def to_file(self):
         """The text of a tokenizer.json: a JSON of the tokenizers library, or else `to_json`."""
-        with contextlib.suppress(ValueError):  # the library has none
-            return tokenizer_json.to_text(self.kind, self.vocab, self.end)
+        if self.kind == "file" and self.end is False:
+            return self.vocab
+        if self.kind != "id":  # V of them may be too many for a file
+            with contextlib.suppress(ValueError, LookupError):  # the library has none
+                content = tokenizer_json.to_content(self.kind, self.vocab, self.end)
+                return tokenizer_json.dumps(content)
         return self.to_json()
 
     def to_json(self):
@@ -250,7 +250,7 @@ def describe(path):
     """(kind, vocab, end) of the Tokenizer in a tokenizer.json, as it says; UserError if none is."""
     content = read_json(path, "tokenizer")
     if "format" not in content:
-        return tokenizer_json.describe(read_small(path))
+        return tokenizer_json.describe(content) or ("file", read_small(path), False)
     ours = (content["format"], content.get("version")) == ("mdlm-tokenizer", 1)
     kind, vocab, end = (content.get(key) for key in ("kind", "vocab", "end"))
     if not ours or type(end) not in (bool, int):
@@ -289,8 +289,6 @@ def open_tokenizer(path, end, end_token=""):
     The tokenizer.json of a run gives the run's tokenizer, with an [END] or without.
     """
     kind, vocab, _ = describe(path)
-    if kind == "id":
-        raise UserError(f"{path} shows numbers, not text; give another tokenizer.json")
     tokenizer = tokenizer_from_json(path, kind, vocab, False)
     specials = tokenizer.special_ids() if kind == "file" else {"[END]": True}
     names = [end_token] if end_token else END_TOKENS
@@ -318,11 +316,7 @@ def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
         seen = np.zeros(0x110000, bool)
         for text, _ in pieces():
             seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
-        vocab = [chr(c) for c in seen.nonzero()[0]]
-        if len(vocab) > MANY:
-            what = f"the text has {len(vocab):,} different characters, each of them a token"
-            warn(f"{what}; --tokenizer=bpe learns tokens that are parts of words")
-        return Tokenizer("char", vocab, end)
+        return Tokenizer("char", [chr(c) for c in seen.nonzero()[0]], end)
     if size <= 256:
         raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes need")
     sample = first_chunks(pieces(), min(train_characters, SAMPLE))
@@ -352,16 +346,8 @@ def train_bpe(texts, size):
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    shows = sys.stderr.isatty()
-    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=shows)
+    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=sys.stderr.isatty())
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, **settings)
-    began = time.monotonic()
-
-    def read():
-        yield from texts
-        if not shows and time.monotonic() - began > 10:
-            warn(f"read; now learning up to {size:,} tokens, which may take as long again")
-
     with explained("--tokenizer=bpe cannot be learned"):
-        bpe.train_from_iterator(read(), trainer)
+        bpe.train_from_iterator(texts, trainer)
     return bpe.to_str()

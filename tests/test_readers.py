@@ -670,12 +670,6 @@ def test_no_prompt_is_split_from_its_answer(tmp_path, n):
     assert train.endswith("z|") and val.endswith("z|")
 
 
-def test_a_single_pair_is_refused(tmp_path):
-    write_jsonl(tmp_path / "x.jsonl", ["answer"])
-    (tmp_path / "x.jsonl").write_text('{"q": "a", "text": "b"}')
-    refused(tmp_path / "x.jsonl", prompt_column="q", document_length="predicted")
-
-
 EMPTY = [None, "", " ", "\n\t\u00a0"]
 
 

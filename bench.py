@@ -5,7 +5,8 @@
     python bench.py profile --preset=gpu  # on a GPU: which kernels take the time of a step
     python bench.py sample --out_dir=out  # quality of generated texts, by number of network calls
 
-Without a mode: kernels on a GPU; on a CPU, what can be known about the kernels there, then train.
+Without a mode: kernels on a GPU, train on a CPU. (Kernels without a GPU: studies/smoke.py for their
+errors, tests/aot.py for their registers.)
 
 The contestants of a case (mdlm, PyTorch, peers) are timed in turns; a time is the median over
 rounds, and `spread` half its interquartile range. Results are checked first; a contestant with a
@@ -42,55 +43,41 @@ from typing import Literal
 import numpy as np
 import torch
 
+import eval
 import mdlm
+import sample
+from nanomdlm.support.bench import kernel_cases, told_apart
 from nanomdlm.support.cli import devices, outputs
 from nanomdlm.support.cli.files import naming, to_json
 from nanomdlm.support.cli.settings import Amount, Count, Reads, Seed, Writes
 from nanomdlm.support.data import sources
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import word_statistics
+from nanomdlm.support.infill.ensemble import read_newest
+from nanomdlm.support.numerics import standard_error
 from nanomdlm.support.run import compiling, graphs, plots, ranks
 from nanomdlm.support.run.optimizers import average_to_compile, update
 from nanomdlm.support.run.run import run_eagerly
-from studies import frontier, peers, proven
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
 
 
 @dataclass
-class EveryMode:
-    """Every mode."""
+class Options:
+    """What to measure: kernels, train and profile time; sample judges texts."""
 
+    # Every mode
     json: Writes = ""  # write the results to this file (-: standard output)
     device: str = "auto"  # cpu, cuda or cuda:1; auto: a GPU if there is one
     time_limit: Amount = 0.0  # start no new case after this many seconds (0: no limit)
-
-
-@dataclass
-class Timed(EveryMode):
-    """kernels, train and profile."""
-
+    # Times
     seconds: Amount = 0.5  # seconds of timing per contestant
-
-
-@dataclass
-class KernelsOptions(Timed):
-    """kernels."""
-
-    only: str = ""  # measure only the operations whose name contains this text
-
-
-@dataclass
-class TrainOptions(Timed):
-    """train and profile."""
-
-    preset: Literal["all", "cpu", "gpu", "gpt2"] = "all"  # all: those that fit the device
-
-
-@dataclass
-class SampleOptions(EveryMode):
-    """sample."""
-
+    only: str = ""  # kernels: measure only the operations whose name contains this text
+    preset: Literal["all", "cpu", "gpu", "gpt2"] = (
+        "all"  # train, profile (all: that fit the device)
+    )
+    # Samples
     out_dir: Reads = "out"  # run or checkpoint folder of a diffusion model
     ar_dir: Reads = ""  # run folder of an autoregressive model that scores texts
     data: Reads = ""  # compare the texts with this file or folder (default: the run's data)
@@ -102,18 +89,11 @@ class SampleOptions(EveryMode):
     picture: Writes = ""  # draw quality by network calls into this file, .png or .svg
 
 
-@dataclass
-class Options(SampleOptions, TrainOptions, KernelsOptions):
-    """The flags of all modes; each mode has its own."""
-
-
 # How the table shows the numbers of a row; those without a format are only in the JSON.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
-FORMATS |= dict(error=".1e", pytorch=".1e", host_us=".3g")
-FORMATS |= dict(warps="d", registers="d", shared_kib=".1f", spills="d")
-FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%")
-FORMATS |= dict(twin=".3f", twin_se=".3f", expected=".3f", distinct=".3f")
-FORMATS |= dict(told=".1%", told_se=".1%")
+FORMATS |= dict(error=".1e", host_us=".3g", calls="d", seconds=".2f")
+FORMATS |= dict(words=".1%", words_se=".1%", distinct=".3f", told=".1%", told_se=".1%")
+FORMATS |= dict(twin=".3f", twin_se=".3f", expected=".3f")
 
 
 class ResultsTable:
@@ -358,7 +338,7 @@ def measure(case, table, device, seconds, limits):
 
 def bench_kernels(options, device, table):
     """All cases, as far as time allows."""
-    every = [make() for make in peers.cases(device)]
+    every = [make() for make in kernel_cases.cases(device)]
     cases = [case for case in every if options.only in case.name]
     if not cases:
         names = ", ".join(dict.fromkeys(case.name for case in every))
@@ -558,43 +538,125 @@ def bench_profile(options, device, table):
         table.add(row | dict(share=t / busy, calls=round(e.count / n)))
 
 
+# ---- Sampling
+# name -> settings of sample.generate; the first is the default
+SAMPLERS = {
+    "default": dict(),
+    "sweep": dict(redraw="sweep", spacing=8),
+    "random order": dict(order="random", correct=0),
+    "confidence": dict(order="confidence", correct=0),
+}
+CALLS = (4, 8, 16, 32, 64)
+
+
+def open_model(path, objective, options, device):
+    """(folder of the checkpoint, model, tokenizer, config) of a run with this objective."""
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, device=device, trust_remote_code=trusted)
+    (folder, *_), (model, tokenizer, config) = read_newest(path, read)
+    if config.objective != objective or config.prompt_column:
+        raise UserError(f"{path} is no run of --objective={objective} on texts; give one")
+    return folder, model, tokenizer, config
+
+
+def judge_by(twin, x):
+    """The mean nats per token of texts x (B, T) under an autoregressive model, its error, and the
+    mean entropy of what the model expects along them: both are equal for its own texts.
+
+    They are ids: the text of some, encoded again, would have others.
+    """
+    entropy = []
+
+    def observe(at, targets, logits):
+        p = logits.float().softmax(-1)
+        entropy.append(torch.special.entr(p).sum(-1).double().cpu())
+
+    device = next(twin.parameters()).device
+    r = mdlm.evaluate(twin, x.to(device), batch_size=8, observe=observe)
+    each = torch.tensor(r["by_window"], dtype=torch.float64)
+    expected = torch.cat(entropy).mean().item()
+    return dict(twin=each.mean().item(), twin_se=standard_error(each), expected=expected)
+
+
+def write_texts(model, n, seeds, dtype, settings):
+    """The ids (B, T) of n texts from nothing with each seed, and the seconds that one took."""
+    device = next(model.parameters()).device
+    x = torch.full((n, model.config.block_size), model.mask_id, device=device)
+    began = time.monotonic()
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        ids = torch.cat([sample.generate(model, x, seed=seed, **settings) for seed in seeds])
+    return ids.cpu(), (time.monotonic() - began) / len(ids)
+
+
+def bench_sampling(options, device, table):
+    """Every sampler over numbers of calls; real text and the autoregressive twin beside them.
+
+    No number says it alone (Pynadath et al., 2604.02718): a low negative log-likelihood under other
+    models may be bought with dull texts. So beside it stand the entropy that this model expects
+    along the text, distinct words, and how often a classifier tells the texts from real ones. Short
+    words are nearly always known, so only those of five letters and more count.
+    """
+    folder, model, tokenizer, config = open_model(options.out_dir, "mdlm", options, device)
+    twin = open_model(options.ar_dir, "ar", options, device)[1] if options.ar_dir else None
+    with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
+        training = tokenizer.decode(corpus.ids["train"][:2_000_000].tolist())
+        windows = corpus.windows().long().cpu()
+    by_text = word_statistics.WordStatistics(training, shortest=5)
+
+    def statistics(x):
+        texts = [tokenizer.decode(ids) for ids in x.tolist()]
+        return by_text(texts) | (judge_by(twin, x) if twin else {})
+
+    def telling(x, real):
+        return dict(zip(("told", "told_se"), told_apart.accuracy(x, real)))
+
+    seeds = range(options.seed, options.seed + options.seeds)
+    n = options.num_samples
+    table.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
+    facts = dict(sampler="real text", calls=None, seconds=None)
+    table.add(facts | statistics(windows) | telling(windows[::2], windows[1::2]))
+    calls = dict.fromkeys(min(n, config.block_size) for n in CALLS)
+    cases = [(model, name, more | dict(steps=n)) for name, more in SAMPLERS.items() for n in calls]
+    if twin:
+        cases.insert(0, (twin, "AR twin", {}))
+    for writer, name, more in cases:
+        steps = more.get("steps", config.block_size)
+        if ranks.is_late(table.until):
+            table.note(f"the time is up: nothing measured from {name}, {steps} calls on")
+            break
+        x, seconds = write_texts(writer, n, seeds, options.dtype, more)
+        facts = dict(sampler=name, calls=steps, seconds=seconds)
+        by_seed = [statistics(texts) for texts in x.split(n)]
+        table.add(facts | statistics(x) | telling(x, windows) | dict(by_seed=by_seed))
+    if options.picture:
+        table.draw(options.picture)
+
+
 MODES = dict(
     kernels=bench_kernels,
     train=bench_training,
     profile=bench_profile,
-    sample=frontier.bench_sampling,
+    sample=bench_sampling,
 )
-FLAGS = dict(kernels=KernelsOptions, train=TrainOptions, profile=TrainOptions, sample=SampleOptions)
-
-
-def parse(argv):
-    """(mode or "", its options)"""
-    has_mode = bool(argv) and not argv[0].startswith("-")
-    mode = argv[0] if has_mode else ""
-    if (has_mode and mode not in MODES) or (not has_mode and set(argv) & set(MODES)):
-        raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
-    cls = FLAGS[mode] if mode else Options
-    usage = f"{mode or '[' + '|'.join(MODES) + ']'} [--flag=value ...]"
-    return mode, cls(**settings.parse(cls, argv[has_mode:], __doc__, usage=usage))
 
 
 def main(argv):
-    mode, options = parse(argv)
+    mode = argv[0] if argv and not argv[0].startswith("-") else ""
+    if mode not in ("", *MODES) or (not mode and set(argv) & set(MODES)):
+        raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
+    usage = f"[{'|'.join(MODES)}] [--flag=value ...]"
+    options = Options(**settings.parse(Options, argv[bool(mode) :], __doc__, usage=usage))
     outputs.check_all(options)
-    if getattr(options, "picture", ""):
+    if options.picture:
         plots.check_picture("--picture", options.picture)  # now: measuring takes long
     device = devices.pick_device(options.device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
-    without_gpu = not (mode or cuda)
     mode = mode or ("kernels" if cuda else "train")
     if mode in ("kernels", "profile") and not cuda:
         raise UserError(f"{mode} runs on a CUDA device, not on {device}; give train or sample")
     table = ResultsTable(mode, options, device)
-    if without_gpu and not ranks.is_late(table.until):
-        proven.show(table)
-        table.begin("Training steps")
     MODES[mode](options, device, table)
     return table.close()
 

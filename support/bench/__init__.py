@@ -1,0 +1,1 @@
+"""What bench.py measures: the operations of kernels/ and their rivals, and texts."""

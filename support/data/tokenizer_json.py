@@ -59,7 +59,7 @@ def add_specials(content, tokens, end=False, names=("[MASK]", "[PAD]")):
     end: whether [END] is added too, before them, or its id. Raises ValueError if there is no room.
     """
     V = len(tokens)
-    if sorted(tokens.values()) != list(range(V)):
+    if names and sorted(tokens.values()) != list(range(V)):
         raise ValueError(f"some ids below {V} are unused; train with a tokenizer without gaps")
     named = ["[END]"] * (end is True) + [*names]
     added = {name: V + i for i, name in enumerate(named)}

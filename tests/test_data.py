@@ -79,22 +79,6 @@ def test_vocabulary_is_learned_from_training_part():
         assert len(made.encode(" secret")) > 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", [False, True])
-def test_tokenizer_survives_its_file(pydoc, tmp_path, kind, end):
-    a = tokenizer.build_tokenizer(kind, 300, end, lambda: [(pydoc, False)], 10_000)
-    (tmp_path / "tokenizer.json").write_bytes(a.to_file().encode())
-    b = tokenizer.tokenizer_from_json(tmp_path / "tokenizer.json")
-    assert b.to_json() == a.to_json()
-    assert b.encode(pydoc[:500]) == a.encode(pydoc[:500])
-    assert (b.vocab_size, b.end_id) == (a.vocab_size, a.end_id)
-    if end:
-        assert a.end_id == a.vocab_size - 1
-        assert a.decode([a.end_id]) == ""
-    masked = [a.vocab_size, *a.encode("To"), a.vocab_size, a.vocab_size]
-    assert b.decode(masked) == "█To██"
-
-
 @pytest.mark.parametrize("unknown", ["A", "é", chr(100 + ord("a")), "😀"])
 def test_unknown_character_is_named_with_position(unknown):
     with pytest.raises(UserError, match=unknown):

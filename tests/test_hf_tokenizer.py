@@ -395,26 +395,6 @@ def test_dropout_of_a_file_is_off_in_training_and_exports():
     assert content["model"] == export.to_library(without)[0]["model"]
 
 
-PANICS = {
-    "when it is opened": ("gpt2", dict(model=dict(continuing_subword_prefix="##"))),
-    "with any text": ("gpt2", dict(normalizer=dict(type="Prepend", prepend=""))),
-}
-
-
-@pytest.mark.parametrize("when", PANICS)
-def test_a_file_with_which_the_library_panics_is_named(tmp_path, text_file, capsys, when):
-    name, parts = PANICS[when]
-    path = tmp_path / "odd.json"
-    path.write_text(edited(name, **parts))
-    flags = [f"--data={text_file}", f"--tokenizer={path}", f"--out_dir={tmp_path / 'o'}"]
-    assert run_mdlm(*TINY, *flags) == 2
-    (said,) = [
-        line for line in capsys.readouterr().err.splitlines() if "mdlm" in line or "/" in line
-    ]
-    assert str(path if when == "when it is opened" else text_file) in said
-    assert not list((tmp_path / "o").glob("data/*.bin"))
-
-
 def test_panics_with_some_texts_are_sentences(made, monkeypatch):
     """Wherever the library is called; other BaseExceptions, as Ctrl-C, are not taken for panics."""
     PanicException = type("PanicException", (BaseException,), {})

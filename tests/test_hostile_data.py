@@ -6,7 +6,6 @@ import hashlib
 import http.server
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -246,23 +245,6 @@ def test_huge_json_is_refused_unread(files, tmp_path, name, content):
     assert time.monotonic() - began < 5
 
 
-class Payload:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-def test_pickles_in_a_data_folder_are_ignored(files, tmp_path):
-    for name in files:
-        (tmp_path / name).write_bytes(files[name])
-    for name in ("meta.pkl", "data.pkl"):  # nanoGPT writes meta.pkl
-        (tmp_path / name).write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
-    corpus_of(tmp_path, CONFIG, CPU)
-    assert not (tmp_path / "executed").exists()
-
-
 # --------------------------------------------------------------------------------------------------
 # Download
 
@@ -299,13 +281,6 @@ def test_damaged_cache_is_replaced(served, tmp_path, capsys):
     served.unlink()
     assert sources.shakespeare() == cached, "not downloaded again"
     assert capsys.readouterr().err == ""
-
-
-def test_wrong_download_leaves_no_file(served, tmp_path):
-    served.write_bytes(CONTENT[:-1] + b"?")
-    with pytest.raises(OSError, match="hash"):
-        sources.shakespeare()
-    assert list((tmp_path / "cache").rglob("*.*")) == []
 
 
 @pytest.mark.parametrize("cause", ["no network", "no cache folder", "no pooch"])

@@ -223,18 +223,16 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     is_ours = "source" in meta  # then meta.json knows the width
     dtype = meta["dtype"] if is_ours or bin_dtype == "auto" else bin_dtype
     arrays = [map_ids(folder / name, dtype) for name in NAMES]
-    for ids in arrays if bin_dtype == "auto" and not is_ours else ():
-        some = ids[: 1 << 20]
-        if ids.dtype == np.uint16 and some[::2].any() and not some[1::2].any():
-            fix = "give --bin_dtype=uint32, or uint16 if they are"
-            raise UserError(f"{folder}: every second id is 0, as with 32-bit ids; {fix}")
-    ranges = [int(edge) for piece in slices_of(arrays) for edge in (piece.min(), piece.max())]
-    smallest, largest = min(ranges), max(ranges)
-    tokenizer = tokenizer_of_ids(folder, V, largest, end_id, is_ours)
-    V = tokenizer.vocab_size
-    if smallest < 0 or largest >= V:
-        advice = "check tokenizer.json, --vocab_size or --bin_dtype"
-        raise UserError(f"{folder} has ids {smallest} to {largest}, but V is {V}; {advice}")
+    if is_ours:
+        tokenizer = tokenizer_from_json(folder / "tokenizer.json")
+    else:
+        tokenizer = tokenizer_of_ids(folder, arrays, V, end_id, bin_dtype == "auto")
+    if end_id not in (-1, tokenizer.end_id):
+        raise UserError(f"--end={end_id}, but {folder} has {tokenizer.end_id}; leave it out")
+    checksum = checksum_of(tokenizer, arrays)
+    if is_ours and meta["checksum"] != cover(meta, checksum):
+        fix = "restore it, or prepare the data again"
+        raise UserError(f"{folder} is damaged: its data do not match their checksum; {fix}")
     n = min(map(len, arrays))
     if tokenizer.end_id is None and n < T:
         what = f"a part of {folder} has {n} tokens, fewer than --block_size={T}"
@@ -242,36 +240,37 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     if meta.get("aligned", T) != T:
         what = f"{folder} has patterns of {meta['aligned']} tokens, which windows of {T} would cut"
         raise UserError(f"{what}; give other data, or train with --block_size={meta['aligned']}")
-    if end_id >= 0 and not any((piece == end_id).any() for piece in slices_of(arrays[:1])):
-        fix = "give the id that ends documents, or leave --end out"
-        raise UserError(f"{folder}/{NAMES[0]} has no id {end_id}, which ends a document; {fix}")
-    checksum = checksum_of(tokenizer, arrays)
-    if is_ours and meta["checksum"] != cover(meta, checksum):
-        fix = "restore it, or prepare the data again"
-        raise UserError(f"{folder} is damaged: its data do not match their checksum; {fix}")
     # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.
     arrays = [ids.view(np.int32) if ids.dtype == np.uint32 else ids for ids in arrays]
     return Ids(meta, arrays, tokenizer, dict(data=checksum, dtype=np.dtype(dtype).name))
 
 
-def tokenizer_of_ids(folder, V, largest, end_id, is_ours):
-    """The tokenizer of a folder of ids up to `largest`: of its tokenizer.json, or of V numbers.
+def tokenizer_of_ids(folder, arrays, V, end_id, may_be_wider):
+    """The tokenizer of a folder that was made elsewhere: of its tokenizer.json, or of V numbers.
 
-    end_id: of --end, or -1; a file that was made elsewhere (not is_ours) does not know it.
+    may_be_wider: nothing says that the ids are of 16 bits
     """
+    for ids in arrays if may_be_wider else ():
+        some = ids[: 1 << 20]
+        if ids.dtype == np.uint16 and some[::2].any() and not some[1::2].any():
+            fix = "give --bin_dtype=uint32, or uint16 if they are"
+            raise UserError(f"{folder}: every second id is 0, as with 32-bit ids; {fix}")
+    edges = [int(edge) for piece in slices_of(arrays) for edge in (piece.min(), piece.max())]
+    smallest, largest = min(edges), max(edges)
     path = folder / "tokenizer.json"
     end = False if end_id < 0 else end_id
     if path.exists():
         tokenizer = tokenizer_from_json(path)
-        if tokenizer.kind == "file" and tokenizer.end is False and not is_ours:
+        if tokenizer.kind == "file" and tokenizer.end is False:  # it does not know what --end says
             tokenizer = Tokenizer("file", tokenizer.vocab, end)
-    elif V or largest < MOST:
-        tokenizer = Tokenizer("id", V or largest + 1, end)
     else:
-        fix = "give --bin_dtype, or --vocab_size if it is right"
-        raise UserError(f"{folder} has the id {largest}: this is not a usual vocabulary; {fix}")
-    if end_id not in (-1, tokenizer.end_id):
-        raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; leave it out")
+        tokenizer = Tokenizer("id", V or min(largest, MOST) + 1, end)
+    if smallest < 0 or largest >= tokenizer.vocab_size:
+        what = f"{folder} has ids {smallest} to {largest}, but V is {tokenizer.vocab_size}"
+        raise UserError(f"{what}; check tokenizer.json, --vocab_size or --bin_dtype")
+    if end_id >= 0 and not any((piece == end_id).any() for piece in slices_of(arrays[:1])):
+        fix = "give the id that ends documents, or leave --end out"
+        raise UserError(f"{folder}/{NAMES[0]} has no id {end_id}, which ends a document; {fix}")
     return tokenizer
 
 

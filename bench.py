@@ -74,9 +74,7 @@ class Options:
     # Times
     seconds: Amount = 0.5  # seconds of timing per contestant
     only: str = ""  # kernels: measure only the operations whose name contains this text
-    preset: Literal["all", "cpu", "gpu", "gpt2"] = (
-        "all"  # train, profile (all: that fit the device)
-    )
+    preset: Literal["all", "cpu", "gpu", "gpt2"] = "all"  # of training steps (all that fit)
     # Samples
     out_dir: Reads = "out"  # run or checkpoint folder of a diffusion model
     ar_dir: Reads = ""  # run folder of an autoregressive model that scores texts

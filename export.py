@@ -115,25 +115,23 @@ def to_library(tokenizer, names=("[MASK]", "[PAD]")):
     It has special tokens of these names after all others, and no BPE dropout, as in training.
     Raises UserError if it cannot have these.
     """
-    kind, vocab = tokenizer.kind, tokenizer.vocab
-    end = None
+    has_end = tokenizer.end_id is not None
     try:
-        content = tokenizer_json.to_content(kind, vocab, False if kind == "file" else tokenizer.end)
+        if tokenizer.kind != "file":
+            content = tokenizer_json.to_content(tokenizer.kind, tokenizer.vocab, tokenizer.end)
+            kept = ("[END]", *names)
+            added = [token for token in content["added_tokens"] if token["content"] in kept]
+            return content | dict(added_tokens=added), "[END]" if has_end else None
+        library = tokenizer.library.library
+        nothing = dict.fromkeys(("truncation", "padding", "post_processor"))
+        content = json.loads(tokenizer.vocab) | nothing
         if content["model"].get("dropout"):
             content["model"]["dropout"] = None
-        if kind == "file":
-            content = begin_once(content) if names else content
-            content |= dict.fromkeys(("truncation", "padding", "post_processor"))
-            library = tokenizer.library.library
-            tokenizer_json.add_specials(content, library.get_vocab(), names=names)
-        if tokenizer.end_id is not None:
-            end = "[END]" if kind != "file" else library.id_to_token(tokenizer.end_id)
+        content = begin_once(content) if names else content
+        tokenizer_json.add_specials(content, library.get_vocab(), names=names)
+        return content, library.id_to_token(tokenizer.end_id) if has_end else None
     except ValueError as e:
         raise UserError(f"this tokenizer cannot be exported: {e}") from e
-    kept = content["added_tokens"]
-    if kind != "file":
-        content["added_tokens"] = [t for t in kept if t["content"] in ("[END]", *names)]
-    return content, end
 
 
 # ---- Hugging Face
@@ -223,7 +221,6 @@ def hook_code(model):
 
 def contents_of_network(folder, model, tokenizer, config, options):
     """The files of a Hugging Face network: its own files, without our code."""
-    check_whole(model, config.objective == "ar")
     content, words = tokens_of_network(model, tokenizer)
     if config.objective == "ar":
         begin = words["mask_token"]
@@ -243,16 +240,9 @@ def contents_of_network(folder, model, tokenizer, config, options):
     return contents | model.files_of_library(tokenizer.end_id, dtype)
 
 
-def check_whole(model, is_causal):
-    """Raise UserError for models of blocks only: the library's plain calls see whole texts."""
-    if not (abilities.fills_gaps(model) or is_causal):
-        raise UserError("--to=hf is not for --block_length without --infill_share")
-
-
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
     is_causal = config.objective == "ar"
-    check_whole(model, is_causal)
     tokens, end = to_library(tokenizer)
     V = tokenizer.vocab_size
     ids = dict(eos_token_id=tokenizer.end_id if end else V + 1, pad_token_id=V + 1)
@@ -303,12 +293,13 @@ def main(argv):
     trusted = options.trust_remote_code
     read = partial(mdlm.load, kernel="torch", whole=True, trust_remote_code=trusted)
     folder, loaded = read_newest(default_run(options.out_dir), read)
-    if is_page and loaded[2].network:
+    model, tokenizer, config = loaded
+    if is_page and config.network:
         raise UserError("--to=page is for networks of mdlm.py; give --to=hf for pretrained ones")
     if is_checkpoint:
         if is_export(folder):
             raise UserError(f"--out_dir={options.out_dir} is an export; give a run or a checkpoint")
-        contents = without_state(folder, getattr(torch, weights), saved_buffers(loaded[0]))
+        contents = without_state(folder, getattr(torch, weights), saved_buffers(model))
         program = f"{environment.python_command()} sample.py"
         hint = f"{program} --out_dir={environment.quote(options.dest)} reads it"
     elif is_page:
@@ -316,10 +307,12 @@ def main(argv):
         serve = f"{environment.python_command()} -m http.server"
         hint = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:
-        of_kind = contents_of_network if loaded[2].network else contents_of
+        # The library's plain calls see whole texts.
+        if not (abilities.fills_gaps(model) or config.objective == "ar"):
+            raise UserError("--to=hf is not for --block_length without --infill_share")
+        of_kind = contents_of_network if config.network else contents_of
         contents = of_kind(folder, *loaded, options)
         hint = "load it as its README.md says"
-    _, tokenizer, config = loaded
     checkpoint_score.introduce([folder], config, tokenizer.vocab_size, options.out_dir)
     with files.naming(dest), files.new_folder(dest.parent) as tmp:
         for name, content in contents.items():

@@ -1,7 +1,6 @@
 """Texts that are encoded and decoded in parts have the ids and the spaces of the whole."""
 
 import functools
-import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -263,22 +262,6 @@ def test_pieces_join_to_the_text(made, name, data):
     assert len(pieces) == len(ids) and "".join(pieces) == made.decode(ids)
     edges = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=3)))
     assert "".join(made.cut(ids, edges)) == made.decode(ids)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "byte", "bpe"])
-def test_broken_characters_belong_to_their_tokens(made, name):
-    """A model may draw bytes that are no text: of many gaps each shows what it has, as of few."""
-    letters = [made(name).encode(letter)[-1] for letter in "az"]
-    broken = made(name).encode("漢")[-3:]  # its bytes
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        ids = random.choice([*letters, *broken, broken[0]], 30).tolist()
-        edges = range(1, len(ids))
-        few = [len(made(name).cut(ids, [edge])[0]) for edge in edges]
-        many = made(name).cut(ids, edges)
-        begins = [*itertools.accumulate(map(len, many[:-1]))]
-        assert begins == [*itertools.accumulate(few, max)], ids
-        assert "".join(many) == made(name).decode(ids)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "roberta", "qwen", "byte", "bpe"])

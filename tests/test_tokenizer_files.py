@@ -304,7 +304,7 @@ def test_plain_kinds_need_no_library(kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
 def test_a_file_is_kept_to_the_byte(name, pydoc, tmp_path):
-    """With an [END] it has a post-processor more, which changes nothing, and is on one line."""
+    """With an [END] it has a post-processor more, which changes nothing."""
     library = tokenizer_kinds.KINDS[name](pydoc[:9000])
     library.add_special_tokens(["[CLS]", "<fin>"])
     ends = [(token, library.token_to_id(token)) for token in ("[CLS]", "<fin>")]
@@ -315,8 +315,7 @@ def test_a_file_is_kept_to_the_byte(name, pydoc, tmp_path):
         assert Tokenizer("file", content).to_file() == content
         ours = Tokenizer("file", content, library.token_to_id("<fin>"))
         read = tokenizer_from_json(saved(ours, tmp_path))
-        assert (read.kind, read.vocab, read.end) == ("file", ours.vocab, ours.end)
-        assert json.loads(read.vocab) == json.loads(content)
+        assert (read.kind, read.vocab, read.end) == ("file", content, ours.end)
         named = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         for texts in (("The value of",), ("The value", "of a class")):
             for adds in (True, False):

@@ -162,7 +162,7 @@ class Tokenizer:
     # ---- Files
     def to_file(self):
         """The text of a tokenizer.json: a JSON of the tokenizers library, or else `to_json`."""
-        with contextlib.suppress(ValueError, LookupError):  # the library has none
+        with contextlib.suppress(ValueError):  # the library has none
             content = tokenizer_json.to_content(self.kind, self.vocab, self.end)
             return tokenizer_json.dumps(content)
         return self.to_json()
@@ -266,8 +266,6 @@ class FromLibrary(Tokenizer):
     """library: the HFTokenizer."""
 
     def read_vocab(self):
-        if self.kind == "file" and self.end is not False:  # its JSON gets an addition in files
-            self.vocab = tokenizer_json.dumps(json.loads(self.vocab))
         self.library = HFTokenizer(self.vocab, in_context=self.kind == "file")
         return self.library.size
 
@@ -316,7 +314,13 @@ class FromLibrary(Tokenizer):
         return self.library.spellings(first=False), self.library.spellings(first=True)
 
     def to_file(self):
-        return self.vocab if self.kind == "file" and self.end is False else super().to_file()
+        if self.kind == "bpe":
+            return super().to_file()
+        with contextlib.suppress(ValueError):  # [END] is not a special token of the file
+            return (
+                self.vocab if self.end is False else tokenizer_json.name_end(self.vocab, self.end)
+            )
+        return self.to_json()
 
 
 CLASSES = dict(
@@ -329,7 +333,8 @@ def describe(path):
     """(kind, vocab, end) of the Tokenizer in a tokenizer.json, as it says; UserError if none is."""
     content = read_json(path, "tokenizer")
     if "format" not in content:
-        return tokenizer_json.describe(content) or ("file", read_small(path), False)
+        file = tokenizer_json.without_name(read_small(path), content)
+        return tokenizer_json.describe(content) or ("file", *file)
     ours = (content["format"], content.get("version")) == ("mdlm-tokenizer", 1)
     kind, vocab, end = (content.get(key) for key in ("kind", "vocab", "end"))
     if not ours or type(end) not in (bool, int):

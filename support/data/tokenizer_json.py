@@ -16,6 +16,7 @@ that writes the same file.
 
 import contextlib
 import json
+import re
 
 # The library writes each byte as a visible letter: one of Latin-1, or one after them.
 VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -37,13 +38,10 @@ def dumps(content):
 
 # ---- Writing
 def to_content(kind, vocab, end):
-    """The JSON of a Tokenizer with this kind, vocab and end, as a dict.
+    """The JSON of any kind but a file, as a dict; kind, vocab and end are those of a Tokenizer.
 
-    Raises ValueError if it cannot have [MASK], or does not name [END].
+    Raises ValueError if it cannot have [MASK].
     """
-    if kind == "file":
-        content = json.loads(vocab)
-        return content if end is False else name_end(content, end)
     write = dict(char=characters, byte=byte_level, word=words, bpe=json.loads, id=numbers)[kind]
     content = write(vocab)
     tokens = content["model"]["vocab"]
@@ -70,20 +68,6 @@ def add_specials(content, tokens, end=False, names=("[MASK]", "[PAD]")):
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
     special = [dict(id=i, content=name) | flags for name, i in added.items()]
     content["added_tokens"] = [*(content.get("added_tokens") or []), *special]
-
-
-def name_end(content, end):
-    """The JSON of a file, with a post-processor in front of its own one that names a special token,
-    by its id, as [END]."""
-    names = [token["content"] for token in content["added_tokens"] if token["id"] == end]
-    if not names or "post_processor" not in content:
-        raise ValueError(f"{end} is not the id of a special token")
-    tokens = {names[0]: dict(id=names[0], ids=[end], tokens=names[:1])}
-    first, second = (dict(Sequence=dict(id=which, type_id=i)) for i, which in enumerate("AB"))
-    namer = dict(type="TemplateProcessing", single=[first], pair=[first, second])
-    own = [content["post_processor"]] if content["post_processor"] else []
-    processors = [namer | dict(special_tokens=tokens), *own]
-    return content | dict(post_processor=dict(type="Sequence", processors=processors))
 
 
 def prepend(name, id):
@@ -153,8 +137,7 @@ def words(vocab):
 
 # ---- Reading
 def describe(content):
-    """The (kind, vocab, end) of the Tokenizer whose JSON, by to_content, this is; None for a file
-    without [END]."""
+    """The (kind, vocab, end) of the Tokenizer whose JSON, by to_content, this is; None: a file."""
     with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # other parts
         for guess in guesses(content):
             if to_content(*guess) == content:
@@ -164,11 +147,6 @@ def describe(content):
 
 def guesses(content):
     """The tokenizers, as (kind, vocab, end), of which one may have this JSON."""
-    if content["post_processor"]:
-        namer, *own = content["post_processor"]["processors"]
-        (token,) = namer["special_tokens"].values()
-        plain = content | dict(post_processor=own[0] if own else None)
-        yield "file", dumps(plain), token["ids"][0]
     end = content["added_tokens"][0]["content"] == "[END]"
     tokens = content["model"]["vocab"]
     tokens = sorted(tokens, key=tokens.get)
@@ -183,3 +161,40 @@ def guesses(content):
         changes = content["normalizer"] or content["post_processor"]
         if parts == ["BPE", "ByteLevel", "ByteLevel"] and not changes:
             yield "bpe", dumps(content | dict(added_tokens=[])), end
+
+
+# ---- The [END] of a file
+def name_end(text, end):
+    """The text of a file with the post-processor that names a token, by its id, as [END].
+
+    In front of the file's own one it changes nothing. Raises ValueError if that is not possible.
+    """
+    added = json.loads(text).get("added_tokens") or []
+    (name,) = (token["content"] for token in added if token["id"] == end)
+    key = re.search(r'"post_processor"\s*:\s*(?=null|\{)', text)
+    if not key:
+        raise ValueError("it has no place for a post-processor")
+    own, stop = json.JSONDecoder().raw_decode(text, key.end())
+    before = "," + text[key.end() : stop] if own else ""
+    return f"{text[: key.end()]}{namer(name, end)}{before}]}}{text[stop:]}"
+
+
+def namer(name, end):
+    """The beginning of the post-processor that names [END]; a list goes on."""
+    first, second = (dict(Sequence=dict(id=name, type_id=i)) for i, name in enumerate("AB"))
+    token = {name: dict(id=name, ids=[end], tokens=[name])}
+    template = dict(type="TemplateProcessing", single=[first], pair=[first, second])
+    return f'{{"type":"Sequence","processors":[{dumps(template | dict(special_tokens=token))}'
+
+
+def without_name(text, content):
+    """(the text of a file before name_end, the id of its [END] or False); content: its JSON."""
+    with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # no such name
+        ((name, token),) = content["post_processor"]["processors"][0]["special_tokens"].items()
+        (end,) = token["ids"]
+        mark = namer(name, end)
+        start = text.index(mark)
+        _, stop = json.JSONDecoder().raw_decode(text, start)
+        own = text[start + len(mark) : stop].removeprefix(",").removesuffix("]}")
+        return text[:start] + (own or "null") + text[stop:], end
+    return text, False

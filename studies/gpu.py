@@ -37,7 +37,6 @@ import bench
 import mdlm
 import sample
 from nanomdlm.kernels import operations as kernels
-from nanomdlm.support.bench import kernel_cases
 from nanomdlm.support.cli import devices
 from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.run import graphs
@@ -103,7 +102,7 @@ def baselines(study):
     study.race_steps(study.config("gpu", conv=0), **compiled)
     for T in (16,) if study.tiny else (256, 1024):
         B, H = (2, 2) if study.tiny else (32768 // T, 12)
-        case = kernel_cases.attention(study.device, torch.bfloat16, B, T, H, 64, prepares=True)
+        case = bench.attention(study.device, torch.bfloat16, B, T, H, 64, prepares=True)
         if study.tiny:  # FlexAttention has no backward pass on a CPU, and nothing is recorded
             case.cost.pop("forward + backward")
             case.graph = False

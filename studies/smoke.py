@@ -28,7 +28,6 @@ import mdlm
 from nanomdlm.kernels import launch
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.reference import block_spans, document_spans
-from nanomdlm.support.bench import kernel_cases
 from nanomdlm.support.cli import devices
 from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.errors import UserError
@@ -119,7 +118,7 @@ def norm_conv(dtype, B, T, C):
 
 
 def masking(B, T):
-    case = kernel_cases.masking(torch.device(DEVICE), B, T)
+    case = bench.masking(torch.device(DEVICE), B, T)
     results, exact = (case.contestants["mdlm"](False, *case.inputs(3)), case.exact(*case.inputs(3)))
     different = sum((r != e).sum().item() for r, e in zip(results, exact, strict=True))
     say(f"masks B={B} T={T}", dict(ids=different), dict(ids=0), ["ids"] * bool(different))

@@ -7,7 +7,6 @@
 
 and products, each of which can be deleted while the rest works:
 
-    bench       what bench.py measures
     constrain   gaps that must match a regular expression
     proofread   corrections of a text
     networks    pretrained networks

@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import bench
 import mdlm
 from nanomdlm.kernels import operations as kernels
-from nanomdlm.support.bench import kernel_cases, told_apart
 from nanomdlm.support.cli import entry
 from nanomdlm.support.infill import word_statistics
 
@@ -32,13 +31,13 @@ CPU = torch.device("cpu")
 
 def test_attention_cost_is_that_of_sdpa():
     q = (2, 3, 8, 4)  # B, H, T, D
-    forward, both = kernel_cases.attention(CPU, torch.bfloat16, 2, 8, 3, 4).cost.values()
+    forward, both = bench.attention(CPU, torch.bfloat16, 2, 8, 3, 4).cost.values()
     assert forward[0] == sdpa_flop_count(q, q, q) == 2 * (2 * 8 * 8 * 4) * 6
     assert both[0] == forward[0] + sdpa_backward_flop_count(q, q, q, q)
     one = 2 * 8 * 3 * 4 * 2  # bytes of q
     assert forward[1] == 4 * one  # q k v, O
     assert both[1] == 12 * one  # ... q k v O dO, dq dk dv
-    blocks = kernel_cases.attention(CPU, torch.bfloat16, 2, 8, 3, 4, S=2).cost["forward"]
+    blocks = bench.attention(CPU, torch.bfloat16, 2, 8, 3, 4, S=2).cost["forward"]
     # Of 4 tokens in 2 blocks: masked text and text see 2, 2, 4 and 4 tokens.
     assert blocks == (forward[0] * 2 * 12 // 64, forward[1])
 
@@ -50,7 +49,7 @@ def test_head_cost_is_that_of_its_products():
     with FlopCounterMode(display=False) as counter:
         loss = F.cross_entropy(F.linear(h, W), torch.zeros(M, dtype=torch.int64))
         loss.backward()
-    ((flops, n_bytes),) = kernel_cases.head(CPU, torch.bfloat16, M, C, V).cost.values()
+    ((flops, n_bytes),) = bench.head(CPU, torch.bfloat16, M, C, V).cost.values()
     assert flops == counter.get_total_flops()
     assert n_bytes == 2 * 2 * (12 * 5 + 7 * 5)  # h, W; dh, dW
 
@@ -93,9 +92,9 @@ GPU_ONLY = {"SDPA CUDNN", "SDPA EFFICIENT", "FlexAttention", "FlexAttention, v c
 def tiny_cases(device):
     """Without CUDA graphs and contestants that a CPU has not."""
     for make, *args in (
-        (kernel_cases.masking, 4, 16),
-        (kernel_cases.head, torch.float32, 64, 8, 11),
-        (kernel_cases.attention, torch.bfloat16, 2, 16, 2, 32),
+        (bench.masking, 4, 16),
+        (bench.head, torch.float32, 64, 8, 11),
+        (bench.attention, torch.bfloat16, 2, 16, 2, 32),
     ):
         case = dataclasses.replace(make(device, *args), graph=False)
         for name in GPU_ONLY & case.contestants.keys():
@@ -115,9 +114,9 @@ def measure_kernels(argv):
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """Run bench.py kernels on tiny cases: (exit code, the JSON)."""
-    monkeypatch.setattr(kernel_cases, "cases", tiny_cases)
-    monkeypatch.setattr(kernel_cases, "compiled", lambda f: f)  # compiling would take its time
-    monkeypatch.setattr(kernel_cases, "head_peers", lambda: [])
+    monkeypatch.setattr(bench, "kernel_cases", tiny_cases)
+    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(bench, "head_peers", lambda: [])
     monkeypatch.setattr(bench, "race", few_turns)
     path = tmp_path / "bench.json"
 
@@ -137,12 +136,12 @@ def with_peer(monkeypatch):
     """Add contestants to the case of the head: a function of those that are there."""
 
     def add(more):
-        def head(*args, original=kernel_cases.head):
+        def head(*args, original=bench.head):
             case = original(*args)
             case.contestants |= more(case.contestants)
             return case
 
-        monkeypatch.setattr(kernel_cases, "head", head)
+        monkeypatch.setattr(bench, "head", head)
 
     return add
 
@@ -224,15 +223,15 @@ def test_wrong_yardstick_fails_not_a_peer(tiny, with_peer, capsys, name, code):
 @pytest.mark.parametrize("backward", [False, True])
 def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
     """As far as a CPU has them; those that it lacks are named."""
-    monkeypatch.setattr(kernel_cases, "compiled", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
     checked = set()
     for case in (
-        kernel_cases.masking(CPU, 4, 16),
-        kernel_cases.head(CPU, torch.float32, 64, 8, 11),
-        kernel_cases.attention(CPU, torch.float32, 2, 16, 2, 32),
-        kernel_cases.attention(CPU, torch.float32, 2, 16, 2, 32, S=4),
-        kernel_cases.attention(CPU, torch.float32, 2, 16, 2, 32, prepares=True),
-        kernel_cases.norm_conv(CPU, torch.float32, 2, 16, 32),
+        bench.masking(CPU, 4, 16),
+        bench.head(CPU, torch.float32, 64, 8, 11),
+        bench.attention(CPU, torch.float32, 2, 16, 2, 32),
+        bench.attention(CPU, torch.float32, 2, 16, 2, 32, S=4),
+        bench.attention(CPU, torch.float32, 2, 16, 2, 32, prepares=True),
+        bench.norm_conv(CPU, torch.float32, 2, 16, 32),
     ):
         exact = case.exact(*case.inputs(0))
         names = case.contestants.keys() - GPU_ONLY
@@ -249,8 +248,8 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
 
 @pytest.mark.parametrize("settings", [dict(S=4), dict(prepares=True)])
 def test_flex_attention_sees_the_same(monkeypatch, settings):
-    monkeypatch.setattr(kernel_cases, "compiled", lambda f: f)  # compiling would take its time
-    case = kernel_cases.attention(CPU, torch.float32, 2, 16, 2, 32, **settings)
+    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
+    case = bench.attention(CPU, torch.float32, 2, 16, 2, 32, **settings)
     exact = case.exact(*case.inputs(0))
     inputs = [x.detach() for x in case.inputs(0)]  # no backward on a CPU
     for name in ("FlexAttention", "FlexAttention, v copied"):
@@ -420,9 +419,9 @@ def test_a_classifier_tells_what_differs_and_nothing_else():
             x[:, i] = torch.where(follows, (x[:, i - 1] + 1) % 20, x[:, i])
         return x
 
-    same, error = told_apart.accuracy(texts(150, 0.2), texts(150, 0.2))
+    same, error = bench.tell_apart(texts(150, 0.2), texts(150, 0.2))
     assert abs(same - 0.5) < 4 * error
-    other, _ = told_apart.accuracy(texts(150, 0.2), texts(150, 0.35))
+    other, _ = bench.tell_apart(texts(150, 0.2), texts(150, 0.35))
     assert other > 0.9
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY
 
-PRODUCTS = ("bench", "constrain", "export", "networks", "proofread", "serving", "web")
+PRODUCTS = ("constrain", "export", "networks", "proofread", "serving", "web")
 
 
 @pytest.fixture

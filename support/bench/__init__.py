@@ -1,1 +1,0 @@
-"""What bench.py measures: the operations of kernels/ and their rivals, and texts."""

@@ -191,13 +191,6 @@ def files(pydoc, tmp_path_factory):
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=5,
-)
-
-
 def windows_are_sound_or_refused(files):
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
@@ -218,16 +211,6 @@ def test_damaged_data_gives_no_wrong_ids(files, data):
     removed = data.draw(st.integers(0, 64) | st.just(1 << 20))
     content = files[name][:start] + data.draw(st.binary(max_size=64))
     windows_are_sound_or_refused(files | {name: content + files[name][start + removed :]})
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_forged_json_gives_no_wrong_ids(files, data):
-    name = data.draw(st.sampled_from(["meta.json", "tokenizer.json"]))
-    content = json.loads(files[name])
-    key = data.draw(st.sampled_from(sorted(content)))
-    content[key] = data.draw(JSON)
-    windows_are_sound_or_refused(files | {name: json.dumps(content).encode()})
 
 
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json"])

@@ -327,28 +327,18 @@ def test_every_parameter_and_every_token_learns(kind, folder_of):
 
 
 @torch.no_grad()
-def test_mask_of_a_decoder_is_the_mean_of_its_tokens(folder_of):
-    model, tokenizer = wrap(folder_of("llama"))
-    V = tokenizer.vocab_size
-    assert model.mask_id == tokenizer.mask_id == V
-    embedding = model.body.get_input_embeddings().weight
-    assert len(embedding) == V + 1
-    for weight in (embedding, model.head):
-        assert torch.allclose(weight[V], weight[:V].mean(0), atol=1e-6)
-    assert model(view_of(random_ids(model, 1, 5))).shape[-1] == V
-
-
-@torch.no_grad()
-def test_vocabulary_of_a_network_may_be_padded(tokenizer_of, tmp_path):
+@pytest.mark.parametrize("more", [0, 20])
+def test_mask_of_a_decoder_is_the_mean_of_its_tokens(more, tokenizer_of, tmp_path):
     """Rows for no token are never predicted; the first one becomes [MASK]."""
     tokenizer = tokenizer_of("llama")
     V = tokenizer.get_vocab_size()
-    random_network("llama", V + 20).save_pretrained(tmp_path)
+    random_network("llama", V + more).save_pretrained(tmp_path)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model, _ = wrap(tmp_path)
+    model, words = wrap(tmp_path)
     embedding = model.body.get_input_embeddings().weight
-    assert model.mask_id == V and len(embedding) == V + 20
-    assert torch.allclose(embedding[V], embedding[:V].mean(0), atol=1e-6)
+    assert model.mask_id == words.mask_id == V and len(embedding) == V + max(more, 1)
+    for weight in (embedding, model.head):
+        assert torch.allclose(weight[V], weight[:V].mean(0), atol=1e-6)
     assert model(view_of(random_ids(model, 1, 5))).shape[-1] == V
 
 

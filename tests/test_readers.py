@@ -479,17 +479,6 @@ def test_a_damaged_id_makes_no_vocabulary(tmp_path, dtype, where):
         open_ids(tmp_path, bin_dtype=dtype, V=500)
 
 
-def test_a_stated_width_is_trained_and_scored(tmp_path, capsys):
-    dtype = "uint32"
-    folder = write_ids(tmp_path / "ids", zipf(3000, 200), dtype, n_val=300)
-    out = f"--out_dir={tmp_path / 'out'}"
-    flags = [*TINY, f"--data={folder}", "--max_steps=2", f"--bin_dtype={dtype}", out]
-    assert run_mdlm(*flags) == 0
-    assert run_mdlm(out, "--resume", "--max_steps=3") == 0
-    assert len(read_log(tmp_path / "out")) > 3
-    assert call(eval.main, capsys, out, "--windows=2", "--passes=1", "--pictures=none")[0] == 0
-
-
 # --------------------------------------------------------------------------------------------------
 # Marks that never occur
 

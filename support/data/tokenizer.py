@@ -174,6 +174,8 @@ class Tokenizer:
 
 
 class Characters(Tokenizer):
+    """A token is a character; others are unknown."""
+
     def read_vocab(self):
         self.table = np.full(max(map(ord, self.vocab)) + 2, -1, np.int32)  # code point -> id
         self.table[[ord(c) for c in self.vocab]] = np.arange(len(self.vocab))
@@ -204,6 +206,8 @@ class Characters(Tokenizer):
 
 
 class Bytes(Tokenizer):
+    """A token is a byte of UTF-8."""
+
     spelled = ([bytes([i]) for i in range(256)],) * 2
 
     def read_vocab(self):
@@ -214,6 +218,8 @@ class Bytes(Tokenizer):
 
 
 class Words(Tokenizer):
+    """A token is a frequent word with the space before it, or a byte of another word."""
+
     def read_vocab(self):
         self.index = {word: 256 + i for i, word in enumerate(self.vocab)}
         return 256 + len(self.vocab)
@@ -238,6 +244,8 @@ class Words(Tokenizer):
 
 
 class Numbers(Tokenizer):
+    """Ids of which no text is known; they are shown with spaces between them."""
+
     spelled = ([], [])
 
     def read_vocab(self):
@@ -263,7 +271,7 @@ class Numbers(Tokenizer):
 
 
 class FromLibrary(Tokenizer):
-    """library: the HFTokenizer."""
+    """A tokenizer of the tokenizers library. library: its HFTokenizer"""
 
     def read_vocab(self):
         self.library = HFTokenizer(self.vocab, in_context=self.kind == "file")

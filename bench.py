@@ -5,7 +5,8 @@
     python bench.py profile --preset=gpu  # on a GPU: which kernels take the time of a step
     python bench.py sample --out_dir=out  # quality of generated texts, by number of network calls
 
-Without a mode: kernels on a GPU; on a CPU, what can be known about the kernels there, then train.
+Without a mode: kernels on a GPU, train on a CPU. (Kernels without a GPU: studies/smoke.py for their
+errors, tests/aot.py for their registers.)
 
 The contestants of a case (mdlm, PyTorch, peers) are timed in turns; a time is the median over
 rounds, and `spread` half its interquartile range. Results are checked first; a contestant with a
@@ -34,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,56 +43,44 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import eval
 import mdlm
+import sample
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import block_spans, prepare, rotary_tables
 from nanomdlm.support.cli import devices, outputs
 from nanomdlm.support.cli.files import naming, to_json
 from nanomdlm.support.cli.settings import Amount, Count, Reads, Seed, Writes
 from nanomdlm.support.data import sources
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill import word_statistics
+from nanomdlm.support.infill.ensemble import read_newest
+from nanomdlm.support.numerics import generator, standard_error
 from nanomdlm.support.run import compiling, graphs, plots, ranks
 from nanomdlm.support.run.optimizers import average_to_compile, update
 from nanomdlm.support.run.run import run_eagerly
-from studies import frontier, peers, proven
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
 LATE = "not measured: the time is up"
 
 
 @dataclass
-class EveryMode:
-    """Every mode."""
+class Options:
+    """What to measure: kernels, train and profile time; sample judges texts."""
 
+    # Every mode
     json: Writes = ""  # write the results to this file (-: standard output)
     device: str = "auto"  # cpu, cuda or cuda:1; auto: a GPU if there is one
     time_limit: Amount = 0.0  # start no new case after this many seconds (0: no limit)
-
-
-@dataclass
-class Timed(EveryMode):
-    """kernels, train and profile."""
-
+    # Times
     seconds: Amount = 0.5  # seconds of timing per contestant
-
-
-@dataclass
-class KernelsOptions(Timed):
-    """kernels."""
-
-    only: str = ""  # measure only the operations whose name contains this text
-
-
-@dataclass
-class TrainOptions(Timed):
-    """train and profile."""
-
-    preset: Literal["all", "cpu", "gpu", "gpt2"] = "all"  # all: those that fit the device
-
-
-@dataclass
-class SampleOptions(EveryMode):
-    """sample."""
-
+    only: str = ""  # kernels: measure only the operations whose name contains this text
+    preset: Literal["all", "cpu", "gpu", "gpt2"] = "all"  # of training steps (all that fit)
+    # Samples
     out_dir: Reads = "out"  # run or checkpoint folder of a diffusion model
     ar_dir: Reads = ""  # run folder of an autoregressive model that scores texts
     data: Reads = ""  # compare the texts with this file or folder (default: the run's data)
@@ -102,18 +92,11 @@ class SampleOptions(EveryMode):
     picture: Writes = ""  # draw quality by network calls into this file, .png or .svg
 
 
-@dataclass
-class Options(SampleOptions, TrainOptions, KernelsOptions):
-    """The flags of all modes; each mode has its own."""
-
-
 # How the table shows the numbers of a row; those without a format are only in the JSON.
 FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
-FORMATS |= dict(error=".1e", pytorch=".1e", host_us=".3g")
-FORMATS |= dict(warps="d", registers="d", shared_kib=".1f", spills="d")
-FORMATS |= dict(calls="d", seconds=".2f", words=".1%", words_se=".1%")
-FORMATS |= dict(twin=".3f", twin_se=".3f", expected=".3f", distinct=".3f")
-FORMATS |= dict(told=".1%", told_se=".1%")
+FORMATS |= dict(error=".1e", host_us=".3g", calls="d", seconds=".2f")
+FORMATS |= dict(words=".1%", words_se=".1%", distinct=".3f", told=".1%", told_se=".1%")
+FORMATS |= dict(twin=".3f", twin_se=".3f", expected=".3f")
 
 
 class ResultsTable:
@@ -298,7 +281,232 @@ def rate(x, unit):
     return f"{x / 1e12:.4g} T{unit}" if x >= 1e12 else f"{x / 1e9:.4g} G{unit}"
 
 
-# ---- Kernels
+# ---- Kernels: an operation at one shape, beside plain PyTorch and installed peers
+# Peers: github.com/linkedin/Liger-Kernel, github.com/apple/ml-cross-entropy, and PyTorch's own.
+compile_fixed = partial(torch.compile, dynamic=False)
+
+
+@dataclass
+class Case:
+    """An operation at one shape. Its contestants are functions of (backward, *inputs) -> output
+    and, with backward, gradients, compared with `exact` (float64) before they are timed."""
+
+    name: str
+    shape: str
+    dtype: torch.dtype
+    # "forward", "forward + backward" -> (FLOPs, the fewest bytes between memory and chip)
+    cost: dict
+    inputs: Callable  # seed -> tensors
+    exact: Callable  # inputs -> [output, gradients]
+    contestants: dict  # name -> function; speed-ups are relative to the first
+    graph: bool  # replayed as a CUDA graph, which hides the host's time
+
+
+def outcome(out, inputs, backward, grad=None):
+    return (out, *torch.autograd.grad(out, inputs, grad)) if backward else (out,)
+
+
+def yardsticks(contestant, f):
+    return {"PyTorch eager": contestant(f), "PyTorch compiled": contestant(compile_fixed(f))}
+
+
+def flex(spans, copies=False):
+    """FlexAttention (Dong et al., 2412.05496): it visits the tiles that block_spans say, or all.
+
+    Compiled together with the normalization and rotation before it. copies: v too is made
+    contiguous, as torch 2.13 is wrong on a CPU where v alone is a view.
+    """
+    mask = None
+    if spans is not None:
+        start, end, start2, end2 = spans[0, :4]
+
+        def visible(b, h, q, k):
+            return ((start[q] <= k) & (k < end[q])) | ((start2[q] <= k) & (k < end2[q]))
+
+        mask = create_block_mask(visible, None, None, len(start), len(start), spans.device)
+
+    def f(qkv, cos, sin, qk_norm, spans):
+        q, k, v = (z.transpose(1, 2) for z in prepare(qkv, cos, sin, qk_norm))  # (B, H, T, D)
+        if copies:
+            v = v.contiguous()
+        return flex_attention(q, k, v, block_mask=mask).transpose(1, 2)
+
+    return compile_fixed(f)
+
+
+def attention(device, dtype, B, T, H, D, S=0, prepares=False):
+    """On packed projections, whose gradient is packed too, as in the model: there SDPA reads q, k,
+    v by their strides, and its gradients are stacked. S: T rows that block_spans describes.
+    prepares: queries and keys are normalized and rotated first, as in the model."""
+    ref = kernels.attention_ref
+    spans = block_spans(T // 2, S, device) if S else None
+    tables = [x.to(device) for x in rotary_tables(T, D)] if prepares else (None, None)
+
+    def inputs(seed):
+        g = torch.Generator(device).manual_seed(seed)
+        qkv = torch.randn(B, T, 3, H, D, generator=g, device=device).to(dtype)
+        grad = torch.randn(B, T, H, D, generator=g, device=device).to(dtype)
+        return qkv.requires_grad_(), grad
+
+    def contestant(f):
+        return lambda backward, qkv, grad: outcome(
+            f(qkv, *tables, prepares, spans=spans), (qkv,), backward, grad
+        )
+
+    def exact(qkv, grad):
+        outcomes = []
+        # One sequence at a time: (1, H, T, T) scores in float64.
+        for x, g in zip(qkv.detach().double().split(1), grad.double().split(1)):
+            x.requires_grad_()
+            outcomes.append(outcome(ref(x, *tables, prepares, spans=spans), (x,), True, g))
+        return [torch.cat(tensors).detach() for tensors in zip(*outcomes)]
+
+    contestants = yardsticks(contestant, ref)
+    for name in ("EFFICIENT",) if S else ("FLASH", "CUDNN", "EFFICIENT"):
+        backend = sdpa_kernel(getattr(SDPBackend, f"{name}_ATTENTION"))
+        contestants[f"SDPA {name}"] = contestant(backend(ref))
+    if S or prepares:
+        contestants["FlexAttention"] = contestant(flex(spans))
+        contestants["FlexAttention, v copied"] = contestant(flex(spans, copies=True))
+    contestants["mdlm"] = contestant(kernels.attention)
+    shape = f"B={B} T={T} H={H} D={D} {str(dtype)[6:]}" + f" S={S}" * bool(S)
+    # With n blocks of S tokens both halves see S^2 (1 + ... + n) pairs.
+    pairs = T // 2 * (T // 2 + S) if S else T * T
+    product = 2 * B * H * pairs * D  # FLOPs
+    n = B * T * H * D * dtype.itemsize  # bytes of q
+    # Forward reads q, k, v, writes O; backward reads q, k, v, O, dO, writes dq, dk, dv. Backward
+    # computes the scores again, then four gradients.
+    cost = {"forward": (2 * product, 4 * n), "forward + backward": (7 * product, 12 * n)}
+    name = "attention with norm and rotation" if prepares else "attention"
+    return Case(name, shape, dtype, cost, inputs, exact, contestants, True)
+
+
+def head_peers():
+    """Names and f(h, W, targets), the mean cross-entropy over all rows of h."""
+    if hasattr(F, "linear_cross_entropy"):
+        yield "F.linear_cross_entropy", F.linear_cross_entropy
+    with contextlib.suppress(ImportError):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
+
+        # By default it adds the chunks of dW in bfloat16.
+        yield "liger-kernel", partial(liger, accum_dtype=torch.float32)
+    with contextlib.suppress(ImportError):
+        from cut_cross_entropy import linear_cross_entropy as cut
+
+        # By default it leaves out gradients below a threshold: wrong by 2.5 % (results/hopper.md).
+        yield "cut-cross-entropy", partial(cut, filter_eps=None)
+
+
+def head(device, dtype, M, C, V):
+    """The mean loss over M rows: the model gives the head the masked ones alone."""
+
+    def inputs(seed):
+        g = torch.Generator(device).manual_seed(seed)
+        h = torch.randn(M, C, generator=g, device=device).to(dtype)
+        W = (torch.randn(V, C, generator=g, device=device) * 2 / C**0.5).to(dtype)
+        targets = torch.randint(V, (M,), generator=g, device=device)
+        weight = torch.full((M,), 1 / M, device=device)
+        return h.requires_grad_(), W.requires_grad_(), targets, weight
+
+    def contestant(f):
+        return lambda backward, h, W, *more: outcome(f(h, W, *more), (h, W), backward)
+
+    def exact(h, W, targets, weight):
+        h, W = (x.detach().double().requires_grad_() for x in (h, W))
+        loss = 0
+        for x, y in zip(h.split(1024), targets.split(1024)):
+            chunk_loss = F.cross_entropy(x @ W.T, y, reduction="sum") / M
+            chunk_loss.backward()
+            loss += chunk_loss.detach()
+        return [loss, h.grad, W.grad]
+
+    contestants = yardsticks(contestant, kernels.linear_cross_entropy_ref)
+    for name, f in head_peers():
+        contestants[name] = contestant(lambda h, W, targets, _, f=f: f(h, W, targets))
+    contestants["mdlm"] = contestant(kernels.linear_cross_entropy)
+    shape = f"M={M} C={C} V={V} {str(dtype)[6:]}"
+    # Three products. Forward reads h and W; backward writes their gradients.
+    cost = {"forward + backward": (3 * 2 * M * C * V, 2 * (M + V) * C * dtype.itemsize)}
+    # No graph: some peers wait for the GPU.
+    return Case("head + loss", shape, dtype, cost, inputs, exact, contestants, False)
+
+
+def norm_conv(device, dtype, B, T, C, k=5):
+    """RMSNorm and the convolution over k positions."""
+
+    def inputs(seed):
+        g = torch.Generator(device).manual_seed(seed)
+        x, grad = (torch.randn(B, T, C, generator=g, device=device).to(dtype) for _ in range(2))
+        weight = torch.randn(k, C, generator=g, device=device) / 2
+        return x.requires_grad_(), weight.requires_grad_(), grad
+
+    def contestant(f):
+        return lambda backward, x, weight, grad: outcome(f(x, weight), (x, weight), backward, grad)
+
+    def exact(x, weight, grad):
+        x, weight = (z.detach().double().requires_grad_() for z in (x, weight))
+        results = outcome(kernels.norm_conv_ref(x, weight), (x, weight), True, grad.double())
+        return [z.detach() for z in results]
+
+    contestants = yardsticks(contestant, kernels.norm_conv_ref)
+    contestants["mdlm"] = contestant(kernels.norm_conv)
+    n = B * T * C * dtype.itemsize  # bytes of x
+    # Forward reads x and writes y; backward reads x and dy, and writes dx.
+    cost = {"forward": (0, 2 * n), "forward + backward": (0, 5 * n)}
+    shape = f"B={B} T={T} C={C} {str(dtype)[6:]}"
+    return Case("norm and convolution", shape, dtype, cost, inputs, exact, contestants, True)
+
+
+def masking(device, B, T, V=65):
+    """Exact, mirrored counts as in training; returns tokens, counts and ascending row indices."""
+
+    def inputs(seed):
+        g = torch.Generator(device).manual_seed(seed)
+        level = torch.randint(1, T + 1, (B,), generator=g, device=device)
+        level[B // 2 :] = T + 1 - level[: B // 2]
+        x0 = torch.randint(V, (B, T), generator=g, device=device)
+        key = [torch.tensor(number, device=device) for number in (seed, 7)]  # seed and step
+        return x0, level, *key, torch.arange(B, device=device)
+
+    def keyed(f):
+        return lambda backward, x0, level, *key: f(x0, level, V, *key)
+
+    contestants = yardsticks(keyed, kernels.mask_tokens_ref)
+    contestants["mdlm"] = keyed(kernels.mask_tokens)
+    exact = partial(keyed(kernels.mask_tokens_ref), False)
+    # Reads int64 tokens, writes tokens and row indices; and each row's level, number and count.
+    cost = {"forward": (0, 8 * (3 * B * T + 3 * B))}
+    shape = f"B={B} T={T} int64"
+    return Case("masking", shape, torch.int64, cost, inputs, exact, contestants, True)
+
+
+def kernel_cases(device):
+    """Functions that build the cases, the most important first."""
+    bf16 = torch.bfloat16
+
+    def attention_at(T, D, S=0):
+        tokens = 32768 if T <= 1024 else 16384
+        return partial(attention, device, bf16, tokens // T, T, 768 // D, D, S)
+
+    yield partial(head, device, bf16, 8192, 384, 65)  # first those of the preset gpu
+    yield partial(masking, device, 64, 256)
+    yield attention_at(256, 64)
+    yield partial(norm_conv, device, bf16, 64, 256, 384)
+    for T in (256, 512, 1024):
+        yield partial(attention_at(T, 64), prepares=True)
+    yield partial(norm_conv, device, bf16, 64, 1024, 768)
+    yield partial(head, device, bf16, 32768, 768, 50304)
+    for T in (512, 1024):
+        yield partial(masking, device, 64, T)
+        yield attention_at(T, 64)
+    for T, S in ((512, 4), (512, 16), (2048, 16)):
+        yield attention_at(T, 64, S)
+    for T, D in ((128, 64), (4096, 64), (256, 32), (1024, 32)):
+        yield attention_at(T, D)
+    yield partial(head, device, bf16, 4096, 768, 262144)  # the vocabulary of Gemma 3
+
+
+# ---- Kernels: checked, then timed
 def check_close(results, exact, dtype):
     """The largest |result - exact| / |exact| of a tensor; UserError if it is too large or NaN."""
     errors = [(r.double() - e).norm() / e.double().norm() for r, e in zip(results, exact)]
@@ -358,7 +566,7 @@ def measure(case, table, device, seconds, limits):
 
 def bench_kernels(options, device, table):
     """All cases, as far as time allows."""
-    every = [make() for make in peers.cases(device)]
+    every = [make() for make in kernel_cases(device)]
     cases = [case for case in every if options.only in case.name]
     if not cases:
         names = ", ".join(dict.fromkeys(case.name for case in every))
@@ -558,43 +766,181 @@ def bench_profile(options, device, table):
         table.add(row | dict(share=t / busy, calls=round(e.count / n)))
 
 
+# ---- Sampling
+# name -> settings of sample.generate; the first is the default
+SAMPLERS = {
+    "default": dict(),
+    "sweep": dict(redraw="sweep", spacing=8),
+    "random order": dict(order="random", correct=0),
+    "confidence": dict(order="confidence", correct=0),
+}
+CALLS = (4, 8, 16, 32, 64)
+
+
+def open_model(path, objective, options, device):
+    """(folder of the checkpoint, model, tokenizer, config) of a run with this objective."""
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, device=device, trust_remote_code=trusted)
+    (folder, *_), (model, tokenizer, config) = read_newest(path, read)
+    if config.objective != objective or config.prompt_column:
+        raise UserError(f"{path} is no run of --objective={objective} on texts; give one")
+    return folder, model, tokenizer, config
+
+
+def judge_by(twin, x):
+    """The mean nats per token of texts x (B, T) under an autoregressive model, its error, and the
+    mean entropy of what the model expects along them: both are equal for its own texts.
+
+    They are ids: the text of some, encoded again, would have others.
+    """
+    entropy = []
+
+    def observe(at, targets, logits):
+        p = logits.float().softmax(-1)
+        entropy.append(torch.special.entr(p).sum(-1).double().cpu())
+
+    device = next(twin.parameters()).device
+    r = mdlm.evaluate(twin, x.to(device), batch_size=8, observe=observe)
+    each = torch.tensor(r["by_window"], dtype=torch.float64)
+    expected = torch.cat(entropy).mean().item()
+    return dict(twin=each.mean().item(), twin_se=standard_error(each), expected=expected)
+
+
+def write_texts(model, n, seeds, dtype, settings):
+    """The ids (B, T) of n texts from nothing with each seed, and the seconds that one took."""
+    device = next(model.parameters()).device
+    x = torch.full((n, model.config.block_size), model.mask_id, device=device)
+    began = time.monotonic()
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        ids = torch.cat([sample.generate(model, x, seed=seed, **settings) for seed in seeds])
+    return ids.cpu(), (time.monotonic() - began) / len(ids)
+
+
+# Can a classifier tell texts from real ones?
+FEATURES = 4096  # n-grams of tokens are hashed to so many counts
+LONGEST = 4
+FOLDS = 5
+DECAY = 1e-3
+
+
+def count_ngrams(x):
+    """(B, FEATURES): log(1 + the counts of hashed n-grams) of texts of ids x (B, T)."""
+    found = torch.zeros(len(x), FEATURES)
+    code = torch.zeros_like(x)
+    for n in range(1, LONGEST + 1):
+        # Of all n-grams that begin at a position; the factors are those of a common hash.
+        ends = x.shape[1] - n + 1
+        code = (code[:, :ends] * 1_000_003 + x[:, n - 1 :] + 1) % (1 << 31)
+        found.scatter_add_(1, (code * 2_654_435_761 + n) % FEATURES, torch.ones(code.shape))
+    return found.log1p()
+
+
+def tell_apart(x, real, seed=0):
+    """(accuracy, its standard error) of a logistic regression between texts x and real (B, T).
+
+    On texts that it was not fitted to it is 0.5 if they cannot be told apart, whatever it looks at
+    (Lopez-Paz & Oquab, 1610.06545). Both have as many texts as the smaller one; five-fold
+    cross-validation.
+    """
+    n = min(len(x), len(real))
+    g = generator("told apart", seed)
+    both = [texts[torch.randperm(len(texts), generator=g)[:n]] for texts in (x, real)]
+    features = count_ngrams(torch.cat(both).long())
+    label = torch.arange(2 * n) < n
+    fold = torch.cat([torch.arange(n) % FOLDS] * 2)
+    right = torch.zeros(2 * n, dtype=torch.bool)
+    for k in range(FOLDS):
+        train, test = fold != k, fold == k
+        mean, spread = features[train].mean(0), features[train].std(0) + 1e-3
+        inside, outside = ((features[part] - mean) / spread for part in (train, test))
+        weights = torch.zeros(FEATURES + 1, requires_grad=True)
+        optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure(inside=inside, train=train, weights=weights, optimizer=optimizer):
+            optimizer.zero_grad()
+            logits = inside @ weights[1:] / FEATURES**0.5 + weights[0]
+            loss = F.binary_cross_entropy_with_logits(logits, label[train].float())
+            loss = loss + DECAY * weights[1:].square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        with torch.no_grad():
+            logits = outside @ weights[1:] / FEATURES**0.5 + weights[0]
+        right[test] = (logits > 0) == label[test]
+    p = right.float().mean().item()
+    return p, (p * (1 - p) / (2 * n)) ** 0.5
+
+
+def bench_sampling(options, device, table):
+    """Every sampler over numbers of calls; real text and the autoregressive twin beside them.
+
+    No number says it alone (Pynadath et al., 2604.02718): a low negative log-likelihood under other
+    models may be bought with dull texts. So beside it stand the entropy that this model expects
+    along the text, distinct words, and how often a classifier tells the texts from real ones. Short
+    words are nearly always known, so only those of five letters and more count.
+    """
+    folder, model, tokenizer, config = open_model(options.out_dir, "mdlm", options, device)
+    twin = open_model(options.ar_dir, "ar", options, device)[1] if options.ar_dir else None
+    with eval.open_data(options.data, folder, tokenizer, config, device) as (corpus, _):
+        training = tokenizer.decode(corpus.ids["train"][:2_000_000].tolist())
+        windows = corpus.windows().long().cpu()
+    by_text = word_statistics.WordStatistics(training, shortest=5)
+
+    def statistics(x):
+        texts = [tokenizer.decode(ids) for ids in x.tolist()]
+        return by_text(texts) | (judge_by(twin, x) if twin else {})
+
+    def telling(x, real):
+        return dict(zip(("told", "told_se"), tell_apart(x, real)))
+
+    seeds = range(options.seed, options.seed + options.seeds)
+    n = options.num_samples
+    table.note(f"{n} texts of {config.block_size} tokens for each of the seeds {list(seeds)}")
+    facts = dict(sampler="real text", calls=None, seconds=None)
+    table.add(facts | statistics(windows) | telling(windows[::2], windows[1::2]))
+    calls = dict.fromkeys(min(n, config.block_size) for n in CALLS)
+    cases = [(model, name, more | dict(steps=n)) for name, more in SAMPLERS.items() for n in calls]
+    if twin:
+        cases.insert(0, (twin, "AR twin", {}))
+    for writer, name, more in cases:
+        steps = more.get("steps", config.block_size)
+        if ranks.is_late(table.until):
+            table.note(f"the time is up: nothing measured from {name}, {steps} calls on")
+            break
+        x, seconds = write_texts(writer, n, seeds, options.dtype, more)
+        facts = dict(sampler=name, calls=steps, seconds=seconds)
+        by_seed = [statistics(texts) for texts in x.split(n)]
+        table.add(facts | statistics(x) | telling(x, windows) | dict(by_seed=by_seed))
+    if options.picture:
+        table.draw(options.picture)
+
+
 MODES = dict(
     kernels=bench_kernels,
     train=bench_training,
     profile=bench_profile,
-    sample=frontier.bench_sampling,
+    sample=bench_sampling,
 )
-FLAGS = dict(kernels=KernelsOptions, train=TrainOptions, profile=TrainOptions, sample=SampleOptions)
-
-
-def parse(argv):
-    """(mode or "", its options)"""
-    has_mode = bool(argv) and not argv[0].startswith("-")
-    mode = argv[0] if has_mode else ""
-    if (has_mode and mode not in MODES) or (not has_mode and set(argv) & set(MODES)):
-        raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
-    cls = FLAGS[mode] if mode else Options
-    usage = f"{mode or '[' + '|'.join(MODES) + ']'} [--flag=value ...]"
-    return mode, cls(**settings.parse(cls, argv[has_mode:], __doc__, usage=usage))
 
 
 def main(argv):
-    mode, options = parse(argv)
+    mode = argv[0] if argv and not argv[0].startswith("-") else ""
+    if mode not in ("", *MODES) or (not mode and set(argv) & set(MODES)):
+        raise UserError(f"{' '.join(argv)!r}: first give {', '.join(MODES)} or nothing, then flags")
+    usage = f"[{'|'.join(MODES)}] [--flag=value ...]"
+    options = Options(**settings.parse(Options, argv[bool(mode) :], __doc__, usage=usage))
     outputs.check_all(options)
-    if getattr(options, "picture", ""):
+    if options.picture:
         plots.check_picture("--picture", options.picture)  # now: measuring takes long
     device = devices.pick_device(options.device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
-    without_gpu = not (mode or cuda)
     mode = mode or ("kernels" if cuda else "train")
     if mode in ("kernels", "profile") and not cuda:
         raise UserError(f"{mode} runs on a CUDA device, not on {device}; give train or sample")
     table = ResultsTable(mode, options, device)
-    if without_gpu and not ranks.is_late(table.until):
-        proven.show(table)
-        table.begin("Training steps")
     MODES[mode](options, device, table)
     return table.close()
 

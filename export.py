@@ -21,7 +21,6 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -87,56 +86,50 @@ class Options:
 
 # ---- Tokenizers
 def begin_once(content):
-    """A tokenizer.json that puts a space only before the beginning of a text, not after [MASK].
-
-    As it was, where that cannot be written.
-    """
+    """The JSON of a tokenizer that puts a space only before the beginning of a text, not after
+    [MASK]; as it was, where that cannot be written."""
     tokenizers = environment.optional("tokenizers", "--to=hf")
-    parsed = json.loads(content)
     first = dict(type="Metaspace", replacement="▁", prepend_scheme="first", split=False)
     before = dict(type="Prepend", prepend="▁")
     spaces = dict(type="Replace", pattern=dict(String=" "), content="▁")
-    normalizer = parsed.get("normalizer") or {}
-    splitter = parsed.get("pre_tokenizer") or {}
+    normalizer = content.get("normalizer") or {}
+    splitter = content.get("pre_tokenizer") or {}
+    changed = content
     if normalizer.get("normalizers") == [before, spaces] and not splitter:  # Llama 2's
-        parsed |= dict(normalizer=None, pre_tokenizer=first)
+        changed = content | dict(normalizer=None, pre_tokenizer=first)
     elif splitter.get("prepend_scheme") == "always":  # T5's
-        parsed["pre_tokenizer"] = splitter | dict(prepend_scheme="first")
-    changed = json.dumps(parsed)
+        changed = content | dict(pre_tokenizer=splitter | dict(prepend_scheme="first"))
     text = "To be, or not to be:\nthat is  the question."
     try:
         with explained("it does not know these words"):
-            libraries = [tokenizers.Tokenizer.from_str(each) for each in (content, changed)]
-            both = [each.encode(text, add_special_tokens=False) for each in libraries]
+            libraries = [tokenizers.Tokenizer.from_str(json.dumps(c)) for c in (content, changed)]
+            both = [each.encode(text, add_special_tokens=False).ids for each in libraries]
     except UserError:
         return content
-    return changed if both[0].ids == both[1].ids else content
+    return changed if both[0] == both[1] else content
 
 
-def without_dropout(content):
-    """A tokenizer's JSON as a dict, without BPE dropout, so that a text always has the same ids."""
-    if content["model"].get("dropout"):
-        content = content | dict(model=content["model"] | dict(dropout=None))
-    return content
+def to_library(tokenizer, names=("[MASK]", "[PAD]")):
+    """A Tokenizer -> (tokenizer.json as a dict, its [END]).
 
-
-def to_library(tokenizer):
-    """A Tokenizer -> (tokenizer.json with [MASK] = V and [PAD] = V + 1 as a dict, its [END]).
-
-    That of a checkpoint, unless it is a file made elsewhere; without BPE's dropout, as in training.
+    It has special tokens of these names after all others, and no BPE dropout, as in training.
     Raises UserError if it cannot have these.
     """
-    kind, vocab, end_id = tokenizer.kind, tokenizer.vocab, tokenizer.end_id
+    has_end = tokenizer.end_id is not None
     try:
-        if kind != "file":
-            content = without_dropout(tokenizer_json.to_content(kind, vocab, tokenizer.end))
-            return content, None if end_id is None else "[END]"
+        if tokenizer.kind != "file":
+            content = tokenizer_json.to_content(tokenizer.kind, tokenizer.vocab, tokenizer.end)
+            kept = ("[END]", *names)
+            added = [token for token in content["added_tokens"] if token["content"] in kept]
+            return content | dict(added_tokens=added), "[END]" if has_end else None
         library = tokenizer.library.library
         nothing = dict.fromkeys(("truncation", "padding", "post_processor"))
-        own = json.dumps(without_dropout(json.loads(vocab)))
-        content = json.loads(begin_once(own)) | nothing
-        tokenizer_json.add_specials(content, library.get_vocab())
-        return content, None if end_id is None else library.id_to_token(end_id)
+        content = json.loads(tokenizer.vocab) | nothing
+        if content["model"].get("dropout"):
+            content["model"]["dropout"] = None
+        content = begin_once(content) if names else content
+        tokenizer_json.add_specials(content, library.get_vocab(), names=names)
+        return content, library.id_to_token(tokenizer.end_id) if has_end else None
     except ValueError as e:
         raise UserError(f"this tokenizer cannot be exported: {e}") from e
 
@@ -166,14 +159,8 @@ def card(folder, model, tokenizer, config, name):
         end = "x[0, -1] = tokenizer.eos_token_id  # a text ends in [END], which is given\n"
     if config.prompt_column:
         end = "x[0, 0] = tokenizer.eos_token_id  # of an empty prompt; else its ids first\n"
-    fields = dict(
-        name=heading(name),
-        path=quoted(name),
-        data=code(config.data),
-        quality=quality(folder, config),
-        size=size,
-        end=end,
-    )
+    fields = dict(name=" ".join(name.split()), path=json.dumps(name), data=json.dumps(config.data))
+    fields |= dict(quality=quality(folder, config), size=size, end=end)
     count = sum(p.numel() for _, p in torch.nn.Module.named_parameters(model))  # frozen ones too
     fields |= dict(millions=count / 1e6)
     fields |= dict(V=tokenizer.vocab_size, kind=tokenizer.kind, pad_id=tokenizer.vocab_size + 1)
@@ -187,7 +174,8 @@ def card(folder, model, tokenizer, config, name):
         form = "card_network_ar.md" if config.objective == "ar" else "card_network.md"
         fields |= dict(mask_id=model.mask_id, hook=hook_code(model))
         kind = network.config.model_type
-        fields |= dict(auto=network.auto_class, kind=kind, logits=true_logits(model))
+        fields |= dict(auto=network.auto_class, kind=kind)
+        fields["logits"] = f"model(x).logits[..., :{model.vocab_size}]"  # of tokens of a text
         fields |= dict(trust="", loads="it loads without code of others", needs="")
         if network.is_decoder:
             fields["needs"] = NEEDS
@@ -201,41 +189,17 @@ def card(folder, model, tokenizer, config, name):
 # ---- Hugging Face networks, in their original architecture
 def tokens_of_network(model, tokenizer):
     """(tokenizer.json with the network's [MASK] as a dict, tokenizer_config.json as a dict)."""
-    kind, vocab = tokenizer.kind, tokenizer.vocab
+    ids = tokenizer.special_ids()
+    mask = next((word for word, id in ids.items() if id == model.mask_id), None)
+    # A [MASK] that is new gets an id; the network has no row for a [PAD].
+    content, end = to_library(tokenizer, names=() if mask else ("[MASK]",))
     words = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
     words["model_max_length"] = model.config.block_size
-    was = model.network.tokenizer  # what came with the network
-    if kind != "file":  # ours: without the [PAD] for which the network has no row
-        content, end = to_library(tokenizer)
-        content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != "[PAD]"]
-        return content, words | dict(mask_token="[MASK]", eos_token=end)
-    library = tokenizer.library.library
-    content = without_dropout(json.loads(vocab)) | dict.fromkeys(
-        ("truncation", "padding", "post_processor")
-    )
-    mask = library.id_to_token(model.mask_id)
-    if mask is None:
-        own = json.dumps(without_dropout(json.loads(vocab)))
-        content = json.loads(begin_once(own)) | dict.fromkeys(("truncation", "padding"))
-        content["post_processor"] = None
-        mask = "[MASK]"
-        try:
-            tokenizer_json.add_specials(content, library.get_vocab(), names=[mask])
-        except ValueError as e:
-            raise UserError(f"this tokenizer cannot be exported: {e}") from e
-    ids = tokenizer.special_ids()
-    pad = next((p for p in ("[PAD]", "<pad>") if p in ids), None)
+    pad = next((word for word in ("[PAD]", "<pad>") if word in ids), None)
     words |= dict(pad_token=pad) if pad else {}
+    was = model.network.tokenizer  # what came with the network
     words |= {n: word for n, word in was.items() if word in ids or n.endswith("_side")}
-    words["mask_token"] = mask
-    if tokenizer.end_id is not None:
-        words["eos_token"] = library.id_to_token(tokenizer.end_id)
-    return content, words
-
-
-def true_logits(model):
-    """The code for the library's logits, except those of rows that are not tokens of a text."""
-    return f"model(x).logits[..., :{model.vocab_size}]"
+    return content, words | dict(mask_token=mask or "[MASK]") | (dict(eos_token=end) if end else {})
 
 
 def hook_code(model):
@@ -257,7 +221,6 @@ def hook_code(model):
 
 def contents_of_network(folder, model, tokenizer, config, options):
     """The files of a Hugging Face network: its own files, without our code."""
-    check_whole(model, config.objective == "ar")
     content, words = tokens_of_network(model, tokenizer)
     if config.objective == "ar":
         begin = words["mask_token"]
@@ -277,37 +240,9 @@ def contents_of_network(folder, model, tokenizer, config, options):
     return contents | model.files_of_library(tokenizer.end_id, dtype)
 
 
-def heading(text):
-    """Text as a heading of Markdown: it makes no link, no image, no HTML."""
-    shown = "".join(c if c.isprintable() else " " for c in text)
-    return re.sub(r"([\\`*\[\]<>&#|$~]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(shown.split()))
-
-
-def quoted(text):
-    """A Python string in double quotes, with printable characters only."""
-    inner = repr(text)[1:-1].replace("\\'", "'")
-    return '"' + re.sub(r'(?<!\\)"', r'\\"', inner) + '"'
-
-
-def code(text):
-    """Text as code in a cell of a Markdown table."""
-    shown = repr(text)[1:-1].replace("|", "\\|")
-    runs = re.findall("`+", shown)
-    fence = "`" * (1 + max(map(len, runs), default=0))
-    space = " " if runs else ""
-    return f"{fence}{space}{shown}{space}{fence}"
-
-
-def check_whole(model, is_causal):
-    """Raise UserError for models of blocks only: the library's plain calls see whole texts."""
-    if not (abilities.fills_gaps(model) or is_causal):
-        raise UserError("--to=hf is not for --block_length without --infill_share")
-
-
 def contents_of(folder, model, tokenizer, config, options):
     """The files of a Hugging Face model, name -> bytes."""
     is_causal = config.objective == "ar"
-    check_whole(model, is_causal)
     tokens, end = to_library(tokenizer)
     V = tokenizer.vocab_size
     ids = dict(eos_token_id=tokenizer.end_id if end else V + 1, pad_token_id=V + 1)
@@ -358,12 +293,13 @@ def main(argv):
     trusted = options.trust_remote_code
     read = partial(mdlm.load, kernel="torch", whole=True, trust_remote_code=trusted)
     folder, loaded = read_newest(default_run(options.out_dir), read)
-    if is_page and loaded[2].network:
+    model, _, config = loaded
+    if is_page and config.network:
         raise UserError("--to=page is for networks of mdlm.py; give --to=hf for pretrained ones")
     if is_checkpoint:
         if is_export(folder):
             raise UserError(f"--out_dir={options.out_dir} is an export; give a run or a checkpoint")
-        contents = without_state(folder, getattr(torch, weights), saved_buffers(loaded[0]))
+        contents = without_state(folder, getattr(torch, weights), saved_buffers(model))
         program = f"{environment.python_command()} sample.py"
         hint = f"{program} --out_dir={environment.quote(options.dest)} reads it"
     elif is_page:
@@ -371,7 +307,10 @@ def main(argv):
         serve = f"{environment.python_command()} -m http.server"
         hint = f"{serve} -d {environment.quote(options.dest)} shows it on localhost:8000"
     else:
-        of_kind = contents_of_network if loaded[2].network else contents_of
+        # The library's plain calls see whole texts.
+        if not (abilities.fills_gaps(model) or config.objective == "ar"):
+            raise UserError("--to=hf is not for --block_length without --infill_share")
+        of_kind = contents_of_network if config.network else contents_of
         contents = of_kind(folder, *loaded, options)
         hint = "load it as its README.md says"
     checkpoint_score.introduce([folder], options.out_dir)

@@ -11,6 +11,7 @@ gradients are compared with float64 as in studies/smoke.py, and each launch is r
 bits or not: tests/ptx finds that 3.7.1 reads registers of wgmma without a fence (results/aot.md).
 """
 
+import argparse
 import ctypes
 import importlib
 import json
@@ -29,7 +30,6 @@ import torch
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.launch import ENABLED
 from nanomdlm.kernels.reference import block_spans, document_spans
-from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.errors import UserError
 from studies import smoke
 
@@ -200,7 +200,7 @@ def run(repetitions):
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["make", "run"])
     parser.add_argument("--repetitions", type=int, default=1000, help="of each launch")
     options = parser.parse_args(argv)

@@ -40,7 +40,7 @@ import sample
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.cli import devices
 from nanomdlm.support.run import graphs
-from studies import peers, phases
+from studies import phases
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,7 +54,7 @@ class Study:
         self.seconds = 0.02 if self.tiny else options.seconds
         self.dtype = devices.pick_dtype("auto", self.device)
         flags = dict(json=options.json, time_limit=options.time_limit, seconds=self.seconds)
-        self.options = bench.TrainOptions(**flags)
+        self.options = bench.Options(**flags)
         self.table = bench.ResultsTable(options.part, self.options, self.device)
 
     def config(self, preset, **settings):
@@ -102,7 +102,7 @@ def baselines(study):
     study.race_steps(study.config("gpu", conv=0), **compiled)
     for T in (16,) if study.tiny else (256, 1024):
         B, H = (2, 2) if study.tiny else (32768 // T, 12)
-        case = peers.attention(study.device, torch.bfloat16, B, T, H, 64, prepares=True)
+        case = bench.attention(study.device, torch.bfloat16, B, T, H, 64, prepares=True)
         if study.tiny:  # FlexAttention has no backward pass on a CPU, and nothing is recorded
             case.cost.pop("forward + backward")
             case.graph = False

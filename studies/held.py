@@ -8,6 +8,7 @@ are MB, the largest of its ranks: `loading` is what memory rises by at most whil
 are made, that which learns and the average. Needs Linux, 3 GB of memory and transformers.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -33,7 +34,6 @@ import torch
 
 import mdlm
 from nanomdlm.support.cli.environment import optional
-from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.networks import library
 from nanomdlm.support.run import session, shards
@@ -172,7 +172,7 @@ def rows(folder, numbers, *flags):
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0: none")
     parser.add_argument("--json", action="store_true", help="bytes, in a JSON object for each row")
     options = parser.parse_args(argv)

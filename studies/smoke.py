@@ -9,7 +9,6 @@ stands beside. Then eight compiled training steps of preset gpu are compared wit
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -31,10 +30,7 @@ from nanomdlm.kernels import launch
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.reference import block_spans, document_spans
 from nanomdlm.support.cli import devices
-from nanomdlm.support.data import sources
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.run import compiling
-from studies import peers
 
 STEPS = 8  # the last ones are CUDA graphs
 SMALL = {torch.float32: 5e-6, torch.float16: 1e-4, torch.bfloat16: 1e-3}
@@ -60,9 +56,6 @@ def compare(name, results, plain, exact, dtype):
 
 def say(name, errors, theirs, wrong):
     """Print relative errors by output, ours and PyTorch's; wrong: outputs that are too far off."""
-    if "--json" in sys.argv:
-        print(json.dumps(dict(operation=name, errors=errors, pytorch=theirs, wrong=wrong)))
-        return
     for output, error in errors.items():
         mark = "  WRONG" if output in wrong else ""
         print(f"{name:44} {output:5} {error:.2e} (PyTorch {theirs[output]:.2e}){mark}", flush=True)
@@ -125,7 +118,7 @@ def norm_conv(dtype, B, T, C):
 
 
 def masking(B, T):
-    case = peers.masking(torch.device(DEVICE), B, T)
+    case = bench.masking(torch.device(DEVICE), B, T)
     results, exact = (case.contestants["mdlm"](False, *case.inputs(3)), case.exact(*case.inputs(3)))
     different = sum((r != e).sum().item() for r, e in zip(results, exact, strict=True))
     say(f"masks B={B} T={T}", dict(ids=different), dict(ids=0), ["ids"] * bool(different))
@@ -138,13 +131,8 @@ def losses(name):
     config = mdlm.Config(**mdlm.PRESETS["gpu"] | dict(preset="gpu", vocab_size=65, dropout=0.0))
     with tempfile.TemporaryDirectory() as folder:
         bench.write_tokens(folder, 65)
-        corpus = mdlm.variants.open_corpus(
-            mdlm.Corpus, sources.of_config(folder, config), config, device
-        )
         dtype = devices.pick_dtype("auto", device)
-        ops = mdlm.select_kernels(name, device, config, dtype)
-        run = mdlm.make_run(config, corpus, devices.Machine(device, dtype, ops))
-        compiling.compile_network(run, True)
+        run = bench.start_run(config, folder, device, dtype, name, True)
         for step in range(STEPS):
             mdlm.train_step(run, step, progress=0.75)
         values = torch.stack([*run.pending.values()]).cpu()
@@ -202,7 +190,6 @@ PARTS |= dict(masks=compare_masks, steps=compare_steps)
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="a JSON object for each comparison")
     parser.add_argument("--only", choices=PARTS, help="one part alone, in this process")
     options = parser.parse_args(argv)
     if INTERPRETED:

@@ -8,6 +8,7 @@ Each candidate is checked against PyTorch in float32 and timed on inputs larger 
 A table for each case, the fastest first; the present choice is marked.
 """
 
+import argparse
 import functools
 import multiprocessing
 import os
@@ -28,7 +29,6 @@ from nanomdlm.kernels import convolution as N
 from nanomdlm.kernels import cross_entropy as C
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.reference import block_spans, document_spans
-from nanomdlm.support.cli.settings import Parser, first_line
 from nanomdlm.support.errors import UserError
 
 CHOOSE = A.tiles
@@ -250,7 +250,7 @@ def chunks():
 
 
 def main(argv):
-    parser = Parser(description=first_line(__doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="compile the candidates alone")
     parser.add_argument("--time", action="store_true", help="compile each as it is timed")
     options = parser.parse_args(argv)

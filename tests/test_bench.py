@@ -22,7 +22,6 @@ import mdlm
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.cli import entry
 from nanomdlm.support.infill import word_statistics
-from studies import frontier, peers, proven, told_apart
 
 CPU = torch.device("cpu")
 
@@ -32,13 +31,13 @@ CPU = torch.device("cpu")
 
 def test_attention_cost_is_that_of_sdpa():
     q = (2, 3, 8, 4)  # B, H, T, D
-    forward, both = peers.attention(CPU, torch.bfloat16, 2, 8, 3, 4).cost.values()
+    forward, both = bench.attention(CPU, torch.bfloat16, 2, 8, 3, 4).cost.values()
     assert forward[0] == sdpa_flop_count(q, q, q) == 2 * (2 * 8 * 8 * 4) * 6
     assert both[0] == forward[0] + sdpa_backward_flop_count(q, q, q, q)
     one = 2 * 8 * 3 * 4 * 2  # bytes of q
     assert forward[1] == 4 * one  # q k v, O
     assert both[1] == 12 * one  # ... q k v O dO, dq dk dv
-    blocks = peers.attention(CPU, torch.bfloat16, 2, 8, 3, 4, S=2).cost["forward"]
+    blocks = bench.attention(CPU, torch.bfloat16, 2, 8, 3, 4, S=2).cost["forward"]
     # Of 4 tokens in 2 blocks: masked text and text see 2, 2, 4 and 4 tokens.
     assert blocks == (forward[0] * 2 * 12 // 64, forward[1])
 
@@ -50,7 +49,7 @@ def test_head_cost_is_that_of_its_products():
     with FlopCounterMode(display=False) as counter:
         loss = F.cross_entropy(F.linear(h, W), torch.zeros(M, dtype=torch.int64))
         loss.backward()
-    ((flops, n_bytes),) = peers.head(CPU, torch.bfloat16, M, C, V).cost.values()
+    ((flops, n_bytes),) = bench.head(CPU, torch.bfloat16, M, C, V).cost.values()
     assert flops == counter.get_total_flops()
     assert n_bytes == 2 * 2 * (12 * 5 + 7 * 5)  # h, W; dh, dW
 
@@ -93,9 +92,9 @@ GPU_ONLY = {"SDPA CUDNN", "SDPA EFFICIENT", "FlexAttention", "FlexAttention, v c
 def tiny_cases(device):
     """Without CUDA graphs and contestants that a CPU has not."""
     for make, *args in (
-        (peers.masking, 4, 16),
-        (peers.head, torch.float32, 64, 8, 11),
-        (peers.attention, torch.bfloat16, 2, 16, 2, 32),
+        (bench.masking, 4, 16),
+        (bench.head, torch.float32, 64, 8, 11),
+        (bench.attention, torch.bfloat16, 2, 16, 2, 32),
     ):
         case = dataclasses.replace(make(device, *args), graph=False)
         for name in GPU_ONLY & case.contestants.keys():
@@ -115,9 +114,9 @@ def measure_kernels(argv):
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """Run bench.py kernels on tiny cases: (exit code, the JSON)."""
-    monkeypatch.setattr(peers, "cases", tiny_cases)
-    monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
-    monkeypatch.setattr(peers, "head_peers", lambda: [])
+    monkeypatch.setattr(bench, "kernel_cases", tiny_cases)
+    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(bench, "head_peers", lambda: [])
     monkeypatch.setattr(bench, "race", few_turns)
     path = tmp_path / "bench.json"
 
@@ -137,12 +136,12 @@ def with_peer(monkeypatch):
     """Add contestants to the case of the head: a function of those that are there."""
 
     def add(more):
-        def head(*args, original=peers.head):
+        def head(*args, original=bench.head):
             case = original(*args)
             case.contestants |= more(case.contestants)
             return case
 
-        monkeypatch.setattr(peers, "head", head)
+        monkeypatch.setattr(bench, "head", head)
 
     return add
 
@@ -224,15 +223,15 @@ def test_wrong_yardstick_fails_not_a_peer(tiny, with_peer, capsys, name, code):
 @pytest.mark.parametrize("backward", [False, True])
 def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
     """As far as a CPU has them; those that it lacks are named."""
-    monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
     checked = set()
     for case in (
-        peers.masking(CPU, 4, 16),
-        peers.head(CPU, torch.float32, 64, 8, 11),
-        peers.attention(CPU, torch.float32, 2, 16, 2, 32),
-        peers.attention(CPU, torch.float32, 2, 16, 2, 32, S=4),
-        peers.attention(CPU, torch.float32, 2, 16, 2, 32, prepares=True),
-        peers.norm_conv(CPU, torch.float32, 2, 16, 32),
+        bench.masking(CPU, 4, 16),
+        bench.head(CPU, torch.float32, 64, 8, 11),
+        bench.attention(CPU, torch.float32, 2, 16, 2, 32),
+        bench.attention(CPU, torch.float32, 2, 16, 2, 32, S=4),
+        bench.attention(CPU, torch.float32, 2, 16, 2, 32, prepares=True),
+        bench.norm_conv(CPU, torch.float32, 2, 16, 32),
     ):
         exact = case.exact(*case.inputs(0))
         names = case.contestants.keys() - GPU_ONLY
@@ -249,8 +248,8 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
 
 @pytest.mark.parametrize("settings", [dict(S=4), dict(prepares=True)])
 def test_flex_attention_sees_the_same(monkeypatch, settings):
-    monkeypatch.setattr(peers, "compiled", lambda f: f)  # compiling would take its time
-    case = peers.attention(CPU, torch.float32, 2, 16, 2, 32, **settings)
+    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
+    case = bench.attention(CPU, torch.float32, 2, 16, 2, 32, **settings)
     exact = case.exact(*case.inputs(0))
     inputs = [x.detach() for x in case.inputs(0)]  # no backward on a CPU
     for name in ("FlexAttention", "FlexAttention, v copied"):
@@ -295,45 +294,6 @@ def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_pat
     for row in (eager, compiled):
         assert row["tokens_per_second"] == pytest.approx(64 / row["ms"] * 1e3)  # 4 x 16 tokens
         assert row["share"] is None  # the peak of a CPU is not known
-
-
-@pytest.fixture
-def without_mode(small_preset, monkeypatch, tmp_path):
-    """Run bench.py without a mode, on a CPU: (exit code, the JSON)."""
-    monkeypatch.setattr(torch, "compile", lambda model, options: model)
-    path = tmp_path / "bench.json"
-
-    def run():
-        code = entry.run(bench.main, ["--device=cpu", "--seconds=0", f"--json={path}"])
-        return code, json.loads(path.read_text())
-
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not proven.has_triton(), reason="needs Triton")
-def test_without_a_gpu_the_kernels_come_first(without_mode, capsys):
-    """What is known of them is said before training steps are timed; the JSON has it too."""
-    code, results = without_mode()
-    said = capsys.readouterr().out
-    assert code == 0
-    assert said.index("timed on CUDA devices only") < said.index("tokens/s")
-    errors = {row["operation"]: row for row in results["rows"] if "error" in row}
-    for word in ("masks", "head", "norm and convolution", "attention"):
-        assert any(name.startswith(word) for name in errors)
-    for name, row in errors.items():
-        assert row["error"] <= 2 * row["pytorch"] + (5e-6 if "float32" in name else 1e-4)
-    registers = [row["registers"] for row in results["rows"] if "registers" in row]
-    assert len(registers) >= 7 and all(10 < n <= 255 for n in registers)
-
-
-def test_a_wrong_kernel_fails_without_a_gpu(without_mode, monkeypatch, capsys):
-    row = dict(operation="head", errors=dict(dh=1.0), pytorch=dict(dh=1e-7), wrong=["dh"])
-    rows = {"studies/smoke.py": [row]}
-    monkeypatch.setattr(proven, "has_triton", lambda: True)
-    monkeypatch.setattr(proven, "run", lambda program, *more, **env: (rows.get(program, []), ""))
-    assert without_mode()[0] == 1
-    assert "head, in the interpreter" in capsys.readouterr().err
 
 
 def test_a_cut_off_race_keeps_what_is_ready(small_preset, monkeypatch, tmp_path):
@@ -426,7 +386,7 @@ def runs(short_run, tmp_path_factory):
 
 
 def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(frontier, "CALLS", (8, 16))
+    monkeypatch.setattr(bench, "CALLS", (8, 16))
     path = tmp_path / "sample.json"
     flags = [f"--out_dir={runs.mdlm}", f"--ar_dir={runs.ar}", "--num_samples=2", f"--json={path}"]
     picture = tmp_path / "sample.svg"
@@ -438,7 +398,7 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
     assert picture.read_bytes() == before
     assert entry.run(bench.main, command) == 0
     rows = json.loads(path.read_text())["rows"]
-    names = {*frontier.SAMPLERS, "AR twin", "real text"}
+    names = {*bench.SAMPLERS, "AR twin", "real text"}
     assert {row["sampler"] for row in rows} == names
     calls = {row["sampler"]: row["calls"] for row in rows}
     assert calls["AR twin"] == 32 and calls["confidence"] == 16
@@ -459,16 +419,16 @@ def test_a_classifier_tells_what_differs_and_nothing_else():
             x[:, i] = torch.where(follows, (x[:, i - 1] + 1) % 20, x[:, i])
         return x
 
-    same, error = told_apart.accuracy(texts(150, 0.2), texts(150, 0.2))
+    same, error = bench.tell_apart(texts(150, 0.2), texts(150, 0.2))
     assert abs(same - 0.5) < 4 * error
-    other, _ = told_apart.accuracy(texts(150, 0.2), texts(150, 0.35))
+    other, _ = bench.tell_apart(texts(150, 0.2), texts(150, 0.35))
     assert other > 0.9
 
 
 def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
     """No other text takes its place, and nothing is written."""
-    monkeypatch.setattr(frontier, "SAMPLERS", {"confidence": {}})
-    monkeypatch.setattr(frontier, "CALLS", (2,))
+    monkeypatch.setattr(bench, "SAMPLERS", {"confidence": {}})
+    monkeypatch.setattr(bench, "CALLS", (2,))
     load = mdlm.load
 
     def load_moved(path, *more, **settings):  # its text is no longer where it was
@@ -519,7 +479,7 @@ def test_what_a_gpu_is_asked_runs_without_one(program, said):
     [
         (["kernels", "--device=cpu"], "cpu"),
         (["sample", "--out_dir={runs.mdlm}", "--data=missing.txt"], "missing.txt"),
-        (["sample", "--out_dir={runs.mdlm}", "--ar_dir={runs.mdlm}"], "--ar_dir"),
+        (["sample", "--out_dir={runs.mdlm}", "--ar_dir={runs.mdlm}"], "--objective=ar"),
     ],
 )
 def test_mistake_gets_one_sentence(args, name, runs, capsys, monkeypatch, tmp_path):

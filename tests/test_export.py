@@ -188,18 +188,6 @@ def test_card_says_what_the_log_says(tmp_path, text_file, capsys):
         assert (tmp_path / "my model" / name).stat().st_mode & 0o777 == 0o644
 
 
-@pytest.mark.parametrize(
-    "name, shown",
-    [
-        ("my_model-1.5", "my_model-1.5"),
-        ("[x](y) <img>", r"\[x\](y) \<img\>"),
-        ("_a_ *b*\n# c #", r"\_a\_ \*b\* \# c \#"),
-    ],
-)
-def test_heading_of_the_card_is_no_markup(name, shown):
-    assert export.heading(name) == shown
-
-
 def test_card_of_a_checkpoint_alone(short_run, tmp_path):
     """Without a log, or with one whose only window gives no error."""
     out = shutil.copytree(short_run, tmp_path / "out")

@@ -1,7 +1,6 @@
 """Texts that are encoded and decoded in parts have the ids and the spaces of the whole."""
 
 import functools
-import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -71,7 +70,8 @@ def filled(made, name, template, text, gap):
 
 @pytest.mark.parametrize("name", ALL)
 def test_long_texts_have_the_ids_of_the_whole(made, pydoc, monkeypatch, name):
-    text = pydoc[:6000] if name == "words" else pydoc[:6000] + "x" * 1500 + pydoc[:900]
+    more = "x" * 1500 + pydoc[:900]
+    text = pydoc[:6000] + more * (name not in ("words", "bert", "bert_cased"))  # unknown words
     made = made(name)
     whole = made.library.encode(text) if name in tokenizer_kinds.KINDS else made.encode(text)
     monkeypatch.setattr(hf_tokenizer, "CHUNK", 700)
@@ -134,7 +134,8 @@ def test_gaps_have_the_ids_of_the_whole_text(made, name, data):
         begun = before[-1:].strip() and gap[:1].strip()
         part_of_word = name == "word" and (begun or not after[:1].isspace())
         alone = before[-1:].isspace()
-        assert part_of_word or alone, (name, before, gap, after)
+        marked = name == "qwen" and after[:1].isalpha()  # it reads a mark with the word after it
+        assert part_of_word or alone or marked, (name, before, gap, after)
         return
     text_again = templates.joined(templates.to_texts(segments, whole, made))
     assert text_again == text or text_again.lower() == made.decode(whole).lower()
@@ -264,22 +265,6 @@ def test_pieces_join_to_the_text(made, name, data):
     assert "".join(made.cut(ids, edges)) == made.decode(ids)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "byte", "bpe"])
-def test_broken_characters_belong_to_their_tokens(made, name):
-    """A model may draw bytes that are no text: of many gaps each shows what it has, as of few."""
-    letters = [made(name).encode(letter)[-1] for letter in "az"]
-    broken = made(name).encode("漢")[-3:]  # its bytes
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        ids = random.choice([*letters, *broken, broken[0]], 30).tolist()
-        edges = range(1, len(ids))
-        few = [len(made(name).cut(ids, [edge])[0]) for edge in edges]
-        many = made(name).cut(ids, edges)
-        begins = [*itertools.accumulate(map(len, many[:-1]))]
-        assert begins == [*itertools.accumulate(few, max)], ids
-        assert "".join(many) == made(name).decode(ids)
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "roberta", "qwen", "byte", "bpe"])
 def test_characters_of_several_tokens_are_whole(made, name):
     made = made(name)
@@ -392,26 +377,6 @@ def test_dropout_of_a_file_is_off_in_training_and_exports():
     content, _ = export.to_library(noisy)
     assert content["model"]["dropout"] is None
     assert content["model"] == export.to_library(without)[0]["model"]
-
-
-PANICS = {
-    "when it is opened": ("gpt2", dict(model=dict(continuing_subword_prefix="##"))),
-    "with any text": ("gpt2", dict(normalizer=dict(type="Prepend", prepend=""))),
-}
-
-
-@pytest.mark.parametrize("when", PANICS)
-def test_a_file_with_which_the_library_panics_is_named(tmp_path, text_file, capsys, when):
-    name, parts = PANICS[when]
-    path = tmp_path / "odd.json"
-    path.write_text(edited(name, **parts))
-    flags = [f"--data={text_file}", f"--tokenizer={path}", f"--out_dir={tmp_path / 'o'}"]
-    assert run_mdlm(*TINY, *flags) == 2
-    (said,) = [
-        line for line in capsys.readouterr().err.splitlines() if "mdlm" in line or "/" in line
-    ]
-    assert str(path if when == "when it is opened" else text_file) in said
-    assert not list((tmp_path / "o").glob("data/*.bin"))
 
 
 def test_panics_with_some_texts_are_sentences(made, monkeypatch):

@@ -152,21 +152,11 @@ def fuzz_forgery(original, folder, cases):
     return count
 
 
-def fuzz(original, folder, cases):
-    with bounded(seconds=cases):
-        damage = fuzz_damage(original, folder, cases // 2)
-        forgery = fuzz_forgery(original, folder, cases // 2)
-    print(f"damage {damage}, forgery {forgery}")
-    assert min(*damage.values(), *forgery.values()) > cases // 100
-
-
 def test_spoiled_files_never_give_another_model(short_run, tmp_path):
-    fuzz(short_run, tmp_path, 200)
-
-
-@pytest.mark.slow
-def test_a_thousand_spoiled_files_are_refused(short_run, tmp_path):
-    fuzz(short_run, tmp_path, 1000)
+    with bounded(seconds=200):
+        damage = fuzz_damage(short_run, tmp_path, 100)
+        forgery = fuzz_forgery(short_run, tmp_path, 100)
+    assert min(*damage.values(), *forgery.values()) > 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -321,8 +311,6 @@ def test_a_tokenizer_of_another_size_is_refused(run, n):
     [
         ("config.json", b'"version": 1', b'"version": 2', "version 2"),
         ("config.json", b'"format": "mdlm"', b'"format": "gpt"', "'gpt'"),
-        ("tokenizer.json", b'"type":"WordLevel"', b'"type":"Wild"', "tokenizer.json"),
-        ("tokenizer.json", b'"version":"1.0"', b'"version":"2.0"', "tokenizer.json"),
         ("tokenizer.json", b'"version":"1.0"', b'"version":"1.0","new":1', "tokenizer.json"),
     ],
 )

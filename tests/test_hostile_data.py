@@ -6,7 +6,6 @@ import hashlib
 import http.server
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -172,7 +171,7 @@ def test_foreign_tokenizer_is_refused(tmp_path, content):
         (np.full(200, -5, np.int32).tobytes(), dict(dtype="int32"), "-5"),
         (bytes(200), dict(dtype="O"), "meta.json"),
         (bytes(200), dict(dtype=["uint8"]), "meta.json"),
-        (b"", None, "has 0 bytes"),
+        (b"", None, "whole number"),
         (bytes(20), None, "block_size=32"),
     ],
 )
@@ -190,13 +189,6 @@ def files(pydoc, tmp_path_factory):
     """The files of a data folder, name -> bytes."""
     folder = prepared(pydoc[:6000].encode(), tmp_path_factory.mktemp("data"))
     return {p.name: p.read_bytes() for p in folder.iterdir()}
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=5,
-)
 
 
 def windows_are_sound_or_refused(files):
@@ -221,16 +213,6 @@ def test_damaged_data_gives_no_wrong_ids(files, data):
     windows_are_sound_or_refused(files | {name: content + files[name][start + removed :]})
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_forged_json_gives_no_wrong_ids(files, data):
-    name = data.draw(st.sampled_from(["meta.json", "tokenizer.json"]))
-    content = json.loads(files[name])
-    key = data.draw(st.sampled_from(sorted(content)))
-    content[key] = data.draw(JSON)
-    windows_are_sound_or_refused(files | {name: json.dumps(content).encode()})
-
-
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json"])
 @pytest.mark.parametrize("content", [1 << 40, b"[" * 10**6])  # a sparse file of a terabyte; deep
 def test_huge_json_is_refused_unread(files, tmp_path, name, content):
@@ -244,23 +226,6 @@ def test_huge_json_is_refused_unread(files, tmp_path, name, content):
     with pytest.raises(UserError, match=name):
         corpus_of(tmp_path, CONFIG, CPU)
     assert time.monotonic() - began < 5
-
-
-class Payload:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-def test_pickles_in_a_data_folder_are_ignored(files, tmp_path):
-    for name in files:
-        (tmp_path / name).write_bytes(files[name])
-    for name in ("meta.pkl", "data.pkl"):  # nanoGPT writes meta.pkl
-        (tmp_path / name).write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
-    corpus_of(tmp_path, CONFIG, CPU)
-    assert not (tmp_path / "executed").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -299,13 +264,6 @@ def test_damaged_cache_is_replaced(served, tmp_path, capsys):
     served.unlink()
     assert sources.shakespeare() == cached, "not downloaded again"
     assert capsys.readouterr().err == ""
-
-
-def test_wrong_download_leaves_no_file(served, tmp_path):
-    served.write_bytes(CONTENT[:-1] + b"?")
-    with pytest.raises(OSError, match="hash"):
-        sources.shakespeare()
-    assert list((tmp_path / "cache").rglob("*.*")) == []
 
 
 @pytest.mark.parametrize("cause", ["no network", "no cache folder", "no pooch"])

@@ -6,12 +6,18 @@ import sys
 
 import pytest
 import torch
-from conftest import StopAt, losses, run_mdlm, saved
-from test_pretrained import auto, flags_of, folder_of, random_ids, some_text, tokenizer_of, view_of
+from conftest import run_mdlm, saved
+from test_pretrained import (
+    assert_exported,
+    assert_resumes,
+    auto,
+    flags_of,
+    folder_of,
+    some_text,
+    tokenizer_of,
+)
 
-import export
 import mdlm
-from nanomdlm.support.cli import entry, signals
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import checkpoint
 
@@ -33,13 +39,6 @@ def runs(folder_of, some_text, tmp_path_factory):
         return at / kind
 
     return run
-
-
-def logits_of(model):
-    ids = random_ids(model, 2, 12)
-    ids[:, ::3] = model.mask_id
-    with torch.no_grad():
-        return ids, model(view_of(ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,13 +76,8 @@ def test_nothing_changes_before_the_first_step(folder_of, some_text, tmp_path):
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_a_run_resumes_to_the_bit(kind, runs, folder_of, some_text, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(signals, "Interrupt", lambda: StopAt(2))
-        assert run_mdlm(*flags_of(folder_of(kind), some_text, tmp_path / "cut", *MORE)) > 2
-    assert run_mdlm("--resume", f"--out_dir={tmp_path / 'cut'}", "--device=cpu") == 0
-    assert losses(tmp_path / "cut") == losses(runs(kind))
-    first, second = (saved(path)[0] for path in (tmp_path / "cut", runs(kind)))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    argv = flags_of(folder_of(kind), some_text, tmp_path / "cut", *MORE)
+    assert_resumes(argv, runs(kind), monkeypatch)
 
 
 def test_the_frozen_weights_are_in_memory_once(folder_of, some_text, tmp_path, monkeypatch):
@@ -100,16 +94,7 @@ def test_the_frozen_weights_are_in_memory_once(folder_of, some_text, tmp_path, m
 @pytest.mark.parametrize("kind", KINDS)
 def test_export_merges_the_adapters(kind, runs, some_text, tmp_path):
     """The library alone has the logits of the run, and a run can begin with it."""
-    out = f"--out_dir={runs(kind)}"
-    assert entry.run(export.main, [out, f"--dest={tmp_path / 'hf'}"]) == 0
-    model, *_ = mdlm.load(runs(kind))
-    model.config.shift = False
-    ids, wanted = logits_of(model)
-    theirs = auto(kind).from_pretrained(tmp_path / "hf").eval()
-    with torch.no_grad():
-        found = theirs(input_ids=ids).logits[..., : model.vocab_size]
-    known = wanted[0, 0] > -torch.inf
-    assert torch.allclose(found[..., known], wanted[..., known], atol=1e-4, rtol=1e-4)
+    theirs, _ = assert_exported(kind, runs(kind), tmp_path / "hf")
     assert not any("lora" in name for name in theirs.state_dict())
     argv = flags_of(tmp_path / "hf", some_text, tmp_path / "again", "--max_steps=1")
     assert run_mdlm(*argv) == 0

@@ -13,20 +13,16 @@ from safetensors.torch import load_file, save_file
 from test_pretrained import (
     ENCODERS,
     KINDS,
-    auto,
+    assert_exported,
     folder_of,
-    random_ids,
     random_network,
     tokenizer_of,
-    view_of,
     wrap,
 )
 from test_pretrained_blocks import slow_but
 from test_shards import assert_equal_losses, nursery, train
 
-import export
 import mdlm
-from nanomdlm.support.cli import entry
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.networks import weights
 from nanomdlm.support.run import checkpoint
@@ -60,20 +56,6 @@ def are_close(a, b):
     # Softmax does not depend on a bias of the keys: AdamW makes steps of the rounding of 0.
     zero = ("key.bias", "c_attn.bias")
     return all(torch.allclose(a[n], b[n], atol=1e-4) for n in a if not n.endswith(zero))
-
-
-@torch.no_grad()
-def assert_exported(kind, out, dest):
-    """The library alone has the logits of the run in `out`."""
-    assert entry.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
-    model, *_ = mdlm.load(out)
-    model.config.shift = False
-    ids = random_ids(model, 2, 12)
-    ids[:, ::3] = model.mask_id
-    wanted = model(view_of(ids))
-    found = auto(kind).from_pretrained(dest).eval()(input_ids=ids).logits[..., : model.vocab_size]
-    known = wanted[0, 0] > -torch.inf
-    assert torch.allclose(found[..., known], wanted[..., known], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", SHARDED)

@@ -301,12 +301,6 @@ def test_a_folder_says_what_it_held(tmp_path, capsys):
     assert all(name in said for name in ("README.md", "notes.csv", "more", "f.txt")), "left out"
 
 
-def test_line_ends_of_a_folder_stay(tmp_path):
-    content = b"line\r\nline\rline\n" * 20
-    (tmp_path / "a.txt").write_bytes(content)
-    assert documents(tmp_path) == [content.decode()]
-
-
 # --------------------------------------------------------------------------------------------------
 # Records
 
@@ -471,13 +465,6 @@ def test_ids_of_32_bits_are_not_read_as_twice_as_many(tmp_path):
     assert len(open_ids(tmp_path, bin_dtype="uint32").arrays[0]) == 400
 
 
-@pytest.mark.parametrize("written, read", [("uint16", "uint32"), ("uint8", "uint16")])
-def test_ids_of_another_width_are_not_in_the_vocabulary(tmp_path, written, read):
-    write_ids(tmp_path, zipf(20_000, 200), written)
-    with pytest.raises(UserError, match="--bin_dtype"):
-        open_ids(tmp_path, V=200, bin_dtype=read)
-
-
 @pytest.mark.parametrize("dtype", ["uint32", "int64"])
 @pytest.mark.parametrize("where", ["train.bin", "val.bin"])
 def test_a_damaged_id_makes_no_vocabulary(tmp_path, dtype, where):
@@ -490,25 +477,6 @@ def test_a_damaged_id_makes_no_vocabulary(tmp_path, dtype, where):
         open_ids(tmp_path, bin_dtype=dtype)
     with pytest.raises(UserError, match="500"):
         open_ids(tmp_path, bin_dtype=dtype, V=500)
-
-
-def test_padding_of_labels_is_no_id(tmp_path):
-    ids = zipf(9000, 500)
-    ids[::50] = -100
-    write_ids(tmp_path, ids, np.int32)
-    with pytest.raises(UserError, match="-100"):
-        open_ids(tmp_path, bin_dtype="int32")
-
-
-def test_a_stated_width_is_trained_and_scored(tmp_path, capsys):
-    dtype = "uint32"
-    folder = write_ids(tmp_path / "ids", zipf(3000, 200), dtype, n_val=300)
-    out = f"--out_dir={tmp_path / 'out'}"
-    flags = [*TINY, f"--data={folder}", "--max_steps=2", f"--bin_dtype={dtype}", out]
-    assert run_mdlm(*flags) == 0
-    assert run_mdlm(out, "--resume", "--max_steps=3") == 0
-    assert len(read_log(tmp_path / "out")) > 3
-    assert call(eval.main, capsys, out, "--windows=2", "--passes=1", "--pictures=none")[0] == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -668,12 +636,6 @@ def test_no_prompt_is_split_from_its_answer(tmp_path, n):
     _, train, val = prepared(path, tmp_path / "d", **flags)
     assert train.startswith("x") and val.startswith("x")
     assert train.endswith("z|") and val.endswith("z|")
-
-
-def test_a_single_pair_is_refused(tmp_path):
-    write_jsonl(tmp_path / "x.jsonl", ["answer"])
-    (tmp_path / "x.jsonl").write_text('{"q": "a", "text": "b"}')
-    refused(tmp_path / "x.jsonl", prompt_column="q", document_length="predicted")
 
 
 EMPTY = [None, "", " ", "\n\t\u00a0"]

@@ -8,8 +8,16 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, StopAt, losses, run_mdlm, saved, sign
-from test_pretrained import flags_of, make_tokenizer, random_ids, set_in, some_text, view_of
+from conftest import ROOT, run_mdlm, sign
+from test_pretrained import (
+    assert_resumes,
+    flags_of,
+    make_tokenizer,
+    random_ids,
+    set_in,
+    some_text,
+    view_of,
+)
 
 import bench
 import eval
@@ -17,7 +25,7 @@ import export
 import mdlm
 import sample
 import serve
-from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.cli import entry
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.networks import remote_code
 from nanomdlm.support.run import checkpoint
@@ -190,14 +198,8 @@ def test_trusted_code_trains_resumes_samples_and_leaves(
     kind, folder_of, runs, some_text, tmp_path, monkeypatch
 ):
     whole = runs(kind)
-    with monkeypatch.context() as patch:
-        patch.setattr(signals, "Interrupt", lambda: StopAt(1))
-        argv = flags_of(folder_of(kind), some_text, tmp_path / "cut", TRUST, "--max_steps=3")
-        assert run_mdlm(*argv) > 2
-    assert run_mdlm("--resume", TRUST, f"--out_dir={tmp_path / 'cut'}", "--device=cpu") == 0
-    assert losses(tmp_path / "cut") == losses(whole)
-    first, second = (saved(path)[0] for path in (tmp_path / "cut", whole))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    argv = flags_of(folder_of(kind), some_text, tmp_path / "cut", TRUST, "--max_steps=3")
+    assert_resumes(argv, whole, monkeypatch, TRUST)
     newest = checkpoint.find_checkpoint(whole)
     manifest = json.loads((newest / "manifest.json").read_text())
     for name in ("configuration_tiny.py", "modeling_tiny.py"):

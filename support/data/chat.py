@@ -68,7 +68,7 @@ class ChatTemplate:
             template = {each.get("name"): each.get("template") for each in template}.get("default")
         own = Path(folder) / "chat_template.jinja"
         if own.exists():
-            template = own.read_text(encoding="utf-8")
+            template = files.read_small(own)
         if not isinstance(template, str):
             return None
         tokens = {name: word(settings.get(name)) for name in TOKENS}

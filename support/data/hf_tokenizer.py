@@ -5,7 +5,7 @@ of a word is spelled differently from its beginning (##ing). So
 
     b after a      is what follows enc(a) in enc(a + b), if that begins with enc(a)
     b after a gap  is b after a letter: if a token ends between them, any other gives the same ids
-    a long text    is chunks that begin with a space, each after the end of the one before it
+    a long text    is chunks that begin with a space, each as after a gap
 """
 
 import contextlib
@@ -19,7 +19,6 @@ from nanomdlm.support.data.tokenizer_json import BYTE_OF
 from nanomdlm.support.errors import UserError
 
 CHUNK = 1 << 16  # characters; the memory that BPE takes grows with the length of a text
-CONTEXT = 256  # characters in front of a chunk, far more than a token has
 SPACE = re.compile(r"(?<=\S)\s")  # the first space or line break after a word
 # What stands for the text before a gap: first a letter that no token of any tokenizer begins with.
 LETTERS = "ꝡxqzjkvwybcdfghlmnprstaeiouXQZ"
@@ -36,12 +35,6 @@ def chunks_at_spaces(text):
         yield text[begin:end]
         begin = end
     yield text[begin:]
-
-
-def end_of(text):
-    """The last CONTEXT characters of a text, from a space on: half a word may be unknown."""
-    space = SPACE.search(text, max(0, len(text) - CONTEXT))
-    return text[space.start() if space else -CONTEXT :]
 
 
 def folded(text):
@@ -146,15 +139,14 @@ class HFTokenizer:
 
     def encode_long(self, text):
         """The ids of a text of any length, in bounded memory."""
-        chunks = list(chunks_at_spaces(text))
-        befores = ["", *map(end_of, chunks[:-1])]
-        both = self.encode_all([a + b for a, b in zip(befores, chunks)])
-        ids = both[0]
-        for chunk, known, found in zip(chunks[1:], self.encode_all(befores[1:]), both[1:]):
-            if found[: len(known)] == known:
-                ids += found[len(known) :]
-            else:  # the text before it ends within a token
-                ids += self.encode_after_gap(chunk)
+        first, *chunks = chunks_at_spaces(text)
+        letter = self.letters[0]
+        known = self.encode(letter)
+        ids, *others = self.encode_all([first, *(letter + chunk for chunk in chunks)])
+        for chunk, found in zip(chunks, others):
+            # Only a chunk that begins within a word can be a part of the letter's token.
+            goes_on = found[: len(known)] == known
+            ids += found[len(known) :] if goes_on else self.encode(chunk)
         return ids
 
     # ---- Decoding

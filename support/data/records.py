@@ -57,42 +57,38 @@ def find_files(path):
     data = []
     left_out = []
     for file in sorted(path.iterdir()):
-        is_data = suffix_of(file) in READERS and not file.name.startswith(
-            "dataset_info"
-        )  # of a hub
+        is_about = file.name.startswith("dataset_info")  # of a hub
+        is_data = suffix_of(file) in READERS and not (is_about or file.is_dir())
         if file.name[0] != ".":
-            (data if is_data and not file.is_dir() else left_out).append(file)
+            (data if is_data else left_out).append(file)
     return data, left_out
 
 
 # ---- Reading
 def read(path, columns, template=None):
-    """Yield (texts, where, done) for each record of a data set; texts: [(text, end), ...].
+    """Yield (texts, where) for each record of a data set; texts: [(text, end), ...].
 
     texts is a UserError for a bad record, [] for one without text. end: True if the text ends a
     document, False if it goes on, PROMPT if it is a prompt. where: the file, and the place of the
-    record in it. done: bytes of the files read so far. template: a chat.ChatTemplate, for a column
-    of conversations. Raises UserError for a damaged file.
+    record in it. template: a chat.ChatTemplate, for a column of conversations. Raises UserError for
+    a damaged file.
     """
     data, _ = find_files(path)
     if not data:
         accepted = f"{', '.join(READERS)}, or train.bin and val.bin"
         raise UserError(f"--data={path} is a folder without files to train on; give {accepted}")
-    done = 0
     for file in data:
         check_regular(file)
-        size = os.path.getsize(file)
         try:
-            for record, where, share in READERS[suffix_of(file)](file, columns):
+            for record, where in READERS[suffix_of(file)](file, columns):
                 try:
                     texts = texts_of(record, columns, template)
                 except UserError as e:
                     texts = UserError(f"{where}: {e}")
-                yield texts, where, done + int(share * size)
+                yield texts, where
         except (OSError, EOFError, zlib.error) as e:  # gzip raises all three
             why = getattr(e, "strerror", None) or e
             raise UserError(f"--data={file} cannot be read ({why}); restore it") from None
-        done += size
 
 
 def texts_of(record, columns, template):
@@ -155,7 +151,7 @@ def read_text(path, size=PIECE):
             yield text
 
 
-# The readers yield (record, where, share of the file that has been read).
+# The readers yield (record, where).
 
 
 def read_document(path, columns):
@@ -163,30 +159,27 @@ def read_document(path, columns):
     if len(columns) > 1:
         raise UserError(f"{path} has no column {columns[0]!r}; give .jsonl or .parquet files")
     check_plain(path)
-    size = os.path.getsize(path)
-    done = 0
-    pieces = read_text(path)
-    text = next(pieces, "")
-    is_empty = not text.strip()
-    for piece in pieces:
-        done += len(text.encode())
-        yield [(text, False)], path, done / size
+    text = ""
+    goes_on = False
+    for piece in read_text(path):
+        if text:
+            yield [(text, False)], path
+            goes_on = True
         text = piece
-        is_empty = False
-    yield [] if is_empty else [(text, True)], path, 1
+    yield [(text, True)] if goes_on or text.strip() else [], path
 
 
 def read_jsonl(path, columns):
     """One record per line; blank lines are skipped."""
-    size = os.path.getsize(path)
-    with files.open_regular(path) as raw:
-        for number, line in enumerate(unpacked(raw, path), 1):
+    with opened(path) as lines:
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                yield parse(line), f"{path}, line {number}", raw.tell() / size
+                yield parse(line), f"{path}, line {number}"
 
 
-def unpacked(raw, path):
-    return gzip.open(raw) if path.name.lower().endswith(".gz") else raw
+def opened(path):
+    """A file to read bytes, unpacked if it is a .gz."""
+    return files.open_regular(path, gzip.open if suffix_of(path).endswith(".gz") else open)
 
 
 def parse(content):
@@ -199,8 +192,8 @@ def parse(content):
 
 def read_json(path, columns):
     """An array of objects, an object that holds one such array, or one object per line."""
-    with files.open_regular(path) as raw:
-        found = parse(unpacked(raw, path).read())
+    with opened(path) as f:
+        found = parse(f.read())
     if isinstance(found, UserError) and "Extra data" in str(found):  # a line is not all of it
         yield from read_jsonl(path, columns)
         return
@@ -212,7 +205,7 @@ def read_json(path, columns):
         found = arrays[0] if len(arrays) == 1 else found
     records = found if isinstance(found, list) else [found]
     for number, record in enumerate(records, 1):
-        yield record, f"{path}, record {number}", number / len(records)
+        yield record, f"{path}, record {number}"
 
 
 def read_parquet(path, columns):
@@ -227,7 +220,7 @@ def read_parquet(path, columns):
             for batch in file.iter_batches(batch_size=256, columns=list(columns)):
                 for record in batch.to_pylist():
                     number += 1
-                    yield record, f"{path}, row {number}", number / file.metadata.num_rows
+                    yield record, f"{path}, row {number}"
             if number != file.metadata.num_rows:  # checksums do not cover it
                 raise UserError(f"{number} rows instead of {file.metadata.num_rows}")
     except (pyarrow.ArrowException, UserError, UnicodeDecodeError, KeyError) as e:

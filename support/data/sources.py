@@ -124,9 +124,9 @@ def split_documents(texts, separator, size=PIECE):
 def write_meta(folder, tokenizer, meta):
     """Write what open_ids must know about the ids in a folder: tokenizer.json and meta.json."""
     (folder / "tokenizer.json").write_bytes(tokenizer.to_file().encode())
-    meta = meta | state_of(meta["source"])
+    meta = meta | dict(state=state_of(meta["source"]))
     arrays = [map_ids(folder / name, meta["dtype"]) for name in NAMES]
-    meta["checksum"] = checksum_of(tokenizer.to_json(), arrays, meta)
+    meta["checksum"] = cover(meta, checksum_of(tokenizer, arrays))
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
@@ -134,17 +134,15 @@ def state_of(source):
     """A fingerprint that shows changes: of a file's content, or of a folder's names and sizes."""
     path = Path(source)
     if path.is_file():
-        return dict(sha256=files.sha256_of(path))
-    if path.is_dir():
-        rows = [(file.name, file.stat().st_size) for file in records.find_files(path)[0]]
-        return dict(listing=zlib.crc32(repr(rows).encode()))
-    return {}
+        return files.sha256_of(path)
+    found = records.find_files(path)[0] if path.is_dir() else []
+    return repr([(file.name, file.stat().st_size) for file in found])
 
 
 def has_changed(source, folder):
     """Whether a source is not what write_meta saw when `folder` was made; False if it is gone."""
-    meta = read_meta(folder / "meta.json")
-    return any(meta.get(name, value) != value for name, value in state_of(source).items())
+    state = read_meta(folder / "meta.json").get("state")
+    return state is not None and os.path.exists(source) and state != state_of(source)
 
 
 # ---- Files of ids (.bin): little-endian numbers of one width, as nanoGPT or llm.c has them
@@ -158,18 +156,18 @@ def map_ids(path, dtype):
 
     Raises OSError or ValueError for a file that is missing, empty or cut off.
     """
-    dtype = np.dtype(dtype)
     size = path.stat().st_size
-    if size % dtype.itemsize or not size or not path.is_file():
+    start = 0
+    if size >= HEADER and path.is_file():
+        magic, _, n = np.fromfile(path, np.int32, 3)
+        if magic in MAGIC:
+            dtype = MAGIC[magic]
+            start = HEADER
+            size = size if n * np.dtype(dtype).itemsize == size - HEADER else 0
+    if size % np.dtype(dtype).itemsize or not size or not path.is_file():
         fix = "restore it, or state the width with --bin_dtype"
-        raise UserError(f"{path} has {size} bytes, not a whole number of {dtype} ids; {fix}")
-    magic, _, n = np.fromfile(path, np.int32, 3) if size >= HEADER else (0, 0, 0)
-    if magic not in MAGIC:
-        return np.memmap(path, dtype, mode="r")
-    dtype = np.dtype(MAGIC[magic])
-    if n * dtype.itemsize != size - HEADER:
-        raise UserError(f"{path} has a header for {n} tokens, but {size} bytes; restore it")
-    return np.memmap(path, dtype, mode="r", offset=HEADER)
+        raise UserError(f"{path} is not a whole number of {dtype} ids; {fix}")
+    return np.memmap(path, dtype, mode="r", offset=start)
 
 
 def slices_of(arrays):
@@ -225,57 +223,54 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
     is_ours = "source" in meta  # then meta.json knows the width
     dtype = meta["dtype"] if is_ours or bin_dtype == "auto" else bin_dtype
     arrays = [map_ids(folder / name, dtype) for name in NAMES]
-    if bin_dtype == "auto" and not is_ours and dtype == "uint16":
-        for ids in arrays:
-            some = ids[: 1 << 20]
-            if ids.dtype == np.uint16 and some[::2].any() and not some[1::2].any():
-                fix = "give --bin_dtype=uint32, or uint16 if they are"
-                raise UserError(f"{folder}: every second id is 0, as with 32-bit ids; {fix}")
-    ranges = [(int(piece.min()), int(piece.max())) for piece in slices_of(arrays)]
-    smallest = min(low for low, _ in ranges)
-    largest = max(high for _, high in ranges)
-    tokenizer = tokenizer_of_ids(folder, V, largest, end_id, is_ours)
-    V = tokenizer.vocab_size
-    if smallest < 0 or largest >= V:
-        advice = "check tokenizer.json, --vocab_size or --bin_dtype"
-        raise UserError(f"{folder} has ids {smallest} to {largest}, but V is {V}; {advice}")
-    n, name = min(zip(map(len, arrays), NAMES))
+    if is_ours:
+        tokenizer = tokenizer_from_json(folder / "tokenizer.json")
+    else:
+        tokenizer = tokenizer_of_ids(folder, arrays, V, end_id, bin_dtype == "auto")
+    if end_id not in (-1, tokenizer.end_id):
+        raise UserError(f"--end={end_id}, but {folder} has {tokenizer.end_id}; leave it out")
+    checksum = checksum_of(tokenizer, arrays)
+    if is_ours and meta["checksum"] != cover(meta, checksum):
+        fix = "restore it, or prepare the data again"
+        raise UserError(f"{folder} is damaged: its data do not match their checksum; {fix}")
+    n = min(map(len, arrays))
     if tokenizer.end_id is None and n < T:
-        what = f"{name} has {n} tokens, fewer than --block_size={T}"
+        what = f"a part of {folder} has {n} tokens, fewer than --block_size={T}"
         raise UserError(f"{what}; give more text or a smaller block")
     if meta.get("aligned", T) != T:
         what = f"{folder} has patterns of {meta['aligned']} tokens, which windows of {T} would cut"
         raise UserError(f"{what}; give other data, or train with --block_size={meta['aligned']}")
-    if end_id >= 0 and not any((piece == end_id).any() for piece in slices_of(arrays[:1])):
-        fix = "give the id that ends documents, or leave --end out"
-        raise UserError(f"{folder}/{NAMES[0]} has no id {end_id}, which ends a document; {fix}")
-    checksum = checksum_of(tokenizer.to_json(), arrays)
-    if is_ours and meta["checksum"] != checksum_of("", [], meta, checksum):
-        fix = "restore it, or prepare the data again"
-        raise UserError(f"{folder} is damaged: its data do not match their checksum; {fix}")
     # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.
     arrays = [ids.view(np.int32) if ids.dtype == np.uint32 else ids for ids in arrays]
     return Ids(meta, arrays, tokenizer, dict(data=checksum, dtype=np.dtype(dtype).name))
 
 
-def tokenizer_of_ids(folder, V, largest, end_id, is_ours):
-    """The tokenizer of a folder of ids up to `largest`: of its tokenizer.json, or of V numbers.
+def tokenizer_of_ids(folder, arrays, V, end_id, may_be_wider):
+    """The tokenizer of a folder that was made elsewhere: of its tokenizer.json, or of V numbers.
 
-    end_id: of --end, or -1; a file that was made elsewhere (not is_ours) does not know it.
+    may_be_wider: nothing says that the ids are of 16 bits
     """
+    for ids in arrays if may_be_wider else ():
+        some = ids[: 1 << 20]
+        if ids.dtype == np.uint16 and some[::2].any() and not some[1::2].any():
+            fix = "give --bin_dtype=uint32, or uint16 if they are"
+            raise UserError(f"{folder}: every second id is 0, as with 32-bit ids; {fix}")
+    edges = [int(edge) for piece in slices_of(arrays) for edge in (piece.min(), piece.max())]
+    smallest, largest = min(edges), max(edges)
     path = folder / "tokenizer.json"
     end = False if end_id < 0 else end_id
     if path.exists():
         tokenizer = tokenizer_from_json(path)
-        if tokenizer.kind == "file" and tokenizer.end is False and not is_ours:
+        if tokenizer.kind == "file" and tokenizer.end is False:  # it does not know what --end says
             tokenizer = Tokenizer("file", tokenizer.vocab, end)
-    elif V or largest < MOST:
-        tokenizer = Tokenizer("id", V or largest + 1, end)
     else:
-        fix = "give --bin_dtype, or --vocab_size if it is right"
-        raise UserError(f"{folder} has the id {largest}: this is not a usual vocabulary; {fix}")
-    if end_id not in (-1, tokenizer.end_id):
-        raise UserError(f"--end={end_id}, but {path} has {tokenizer.end_id}; leave it out")
+        tokenizer = Tokenizer("id", V or min(largest, MOST) + 1, end)
+    if smallest < 0 or largest >= tokenizer.vocab_size:
+        what = f"{folder} has ids {smallest} to {largest}, but V is {tokenizer.vocab_size}"
+        raise UserError(f"{what}; check tokenizer.json, --vocab_size or --bin_dtype")
+    if end_id >= 0 and not any((piece == end_id).any() for piece in slices_of(arrays[:1])):
+        fix = "give the id that ends documents, or leave --end out"
+        raise UserError(f"{folder}/{NAMES[0]} has no id {end_id}, which ends a document; {fix}")
     return tokenizer
 
 
@@ -289,15 +284,15 @@ def read_meta(path):
     return dict(dtype=meta.get("dtype", "uint16"))
 
 
-def checksum_of(tokenizer, arrays, meta=None, checksum=0):
-    """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data.
-
-    meta: the content of meta.json, covered too but for the checksum in it
-    """
-    checksum = zlib.crc32(tokenizer.encode(), checksum)
+def checksum_of(tokenizer, arrays):
+    """CRC-32 of a tokenizer's JSON and all ids: a run resumes on exactly its data."""
+    checksum = zlib.crc32(tokenizer.to_json().encode())
     for piece in slices_of(arrays):
         checksum = zlib.crc32(piece, checksum)
-    if meta:
-        rest = {name: meta[name] for name in meta if name not in ("checksum", "listing")}
-        checksum = zlib.crc32(json.dumps(rest, sort_keys=True).encode(), checksum)
     return checksum
+
+
+def cover(meta, checksum):
+    """A checksum that covers the content of meta.json too, except for the checksum in it."""
+    rest = {name: meta[name] for name in meta if name not in ("checksum", "listing")}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode(), checksum)

@@ -58,20 +58,13 @@ def prepare(config, folder, tokenizer=None, network=None):
     source.doing = f"pass {passes} of {passes}, encoding"
     largest = tokenizer.vocab_size - 1
     dtype = next(d for d in (np.uint8, np.uint16, np.int32) if largest <= np.iinfo(d).max)
-    dropped = tokenizer.dropped = collections.Counter()  # left out at first, to name them all
-    place = None  # of the first
+    tokenizer.dropped = collections.Counter() if config.unknown == "drop" else None
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for ids, is_train in source.encode(tokenizer):
             (train if is_train else val).write(ids.astype(dtype).tobytes())
-            if dropped and not place:
-                place = source.where
-    tokenizer.dropped = None  # a user's text loses nothing
-    if dropped and config.unknown == "refuse":
-        source.where = place
-        what = f"{source.place(tokenizer)}: unknown {name_characters(dropped)} in all"
-        raise UserError(f"{what}; remove them, or leave them out by --unknown=drop")
-    if dropped:
+    if dropped := tokenizer.dropped:
         warn(f"--unknown=drop: {dropped.total():,} left out: {name_characters(dropped)}")
+    tokenizer.dropped = None  # a user's text loses nothing
     characters = [source.cut, source.n - source.cut]
     meta = dict(source=config.data, dtype=np.dtype(dtype).name, characters=characters)
     sources.write_meta(folder, tokenizer, meta)
@@ -90,35 +83,20 @@ class Source:
         self.config = config
         self.texts = texts  # a function that streams the text
         self.template = template  # a chat.ChatTemplate that writes prompts, with --chat_column
-        self.separator = unescape(config.separator)
         self.where = config.data  # of the last text: a file, or a file and a record in it
-        self.n = 0  # characters
+        self.n = 0  # characters, once they are counted
         self.cut = 0  # those of them that train
         self.doing = "reading"  # what a progress bar says
-        self.done = 0  # bytes of the files that have been read
-        self.columns = [name for name in (config.prompt_column, config.text_column) if name]
-        if template:
-            self.columns = [config.chat_column]
-        self.skipped = 0  # records
-        self.first_skipped = None  # where the first of them is
 
     def __call__(self):
-        files = [path for path in records.find_files(self.config.data)[0] if path.is_file()]
-        size = sum(map(os.path.getsize, files)) or None
-        with bar(desc=self.doing, total=size, unit="B", unit_scale=True) as shown:
+        with bar(desc=self.doing, total=self.n or None, unit="", unit_scale=True) as shown:
             for text, end in self.read():
                 yield text, end
-                shown.update(self.done - shown.n)
+                shown.update(len(text))
 
     def read(self):
         """A stream of (text, end)."""
-        return sources.split_documents(self.counted(), self.separator)
-
-    def counted(self):
-        self.done = 0
-        for text in self.texts():
-            self.done += len(text.encode())
-            yield text
+        return sources.split_documents(self.texts(), unescape(self.config.separator))
 
     def survey(self):
         """Count the characters and find where validation begins.
@@ -131,25 +109,17 @@ class Source:
             n += len(text)
             if end is True:
                 ends.append(n)
-        self.n = n
-        notes = []
         if left_out := ", ".join(path.name for path in records.find_files(self.config.data)[1]):
-            notes.append(f"not read: {left_out[:200]}")
-        if self.skipped:
-            what = f"{self.skipped:,} empty or damaged record(s) skipped"
-            notes.append(f"{what}; the first is {self.first_skipped}")
+            warn(f"--data={self.config.data}: not read: {left_out[:200]}")
         if not n:
-            what = "; ".join([f"--data={self.config.data} is empty", *notes])
-            raise UserError(f"{what}; give a file with text in it")
-        for note in notes:
-            warn(f"--data={self.config.data}: {note}")
-        nine_tenths = int(0.9 * n)
-        self.cut = self.find_edge(nine_tenths, ends)
-        return min(self.cut, nine_tenths)
+            raise UserError(f"--data={self.config.data} is empty; give a file with text in it")
+        self.n = n
+        self.cut = self.find_edge(int(0.9 * n), ends)
+        return min(self.cut, int(0.9 * n))
 
     def find_edge(self, nine_tenths, ends):
         """After how many characters validation begins. ends: where documents end."""
-        if self.separator and len(ends) < 2:
+        if self.config.separator and len(ends) < 2:
             what = f"--separator={self.config.separator!r} is nowhere between two texts"
             advice = "leave it out, or see how the lines end"
             raise UserError(f"{what} of --data={self.config.data}; {advice}")
@@ -205,21 +175,29 @@ class Records(Source):
     ends_at_cut = False
 
     def read(self):
-        self.skipped = 0
-        limit = self.config.max_bad_records  # -1: any empty one, but no damaged one
-        found = records.read(self.config.data, self.columns, self.template)
-        for texts, self.where, self.done in found:
+        config = self.config
+        columns = [name for name in (config.prompt_column, config.text_column) if name]
+        if self.template:
+            columns = [config.chat_column]
+        limit = config.max_bad_records  # -1: any empty one, but no damaged one
+        skipped = 0
+        first = None  # place of the first one that is skipped
+        found = records.read(config.data, columns, self.template)
+        for texts, self.where in found:
             is_bad = isinstance(texts, UserError)
             if is_bad and limit < 0:
                 raise texts
             if texts and not is_bad:
                 yield from texts
                 continue
-            self.first_skipped = self.first_skipped or self.where
-            self.skipped += 1
-            if 0 <= limit < self.skipped:
+            first = first or self.where
+            skipped += 1
+            if 0 <= limit < skipped:
                 what = texts if is_bad else f"{self.where} is empty"
                 raise UserError(f"{what} (or raise --max_bad_records={limit})")
+        if skipped and not self.n:  # in the first pass
+            what = f"{skipped:,} empty or damaged record(s) skipped; the first is {first}"
+            warn(f"--data={config.data}: {what}")
 
     def find_edge(self, nine_tenths, ends):
         """The number of characters before validation: usually up to the record at nine tenths.
@@ -230,15 +208,9 @@ class Records(Source):
         edge = ends[bisect.bisect_left(ends, nine_tenths)]
         left = self.n - edge
         if self.config.prompt_column:
-            if len(ends) < 2:
-                what = f"--data={self.config.data} is a single prompt with its answer"
-                raise UserError(f"{what}, with no record left to validate; give more records")
             return edge if left else ends[-2]
-        if left and (left >= 0.05 * self.n or len(ends) >= FEW):
-            return edge
-        why = "so that the last tenth of the characters validates"
-        warn(f"--data={self.config.data}: few records ({len(ends):,}): one is split, {why}")
-        return nine_tenths
+        is_enough = left and (left >= 0.05 * self.n or len(ends) >= FEW)
+        return edge if is_enough else nine_tenths
 
 
 def to_score(config):

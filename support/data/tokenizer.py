@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable
 
@@ -26,7 +25,6 @@ WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly 
 ADDED = ("[MASK]", "[PAD]")  # by export.py, after all tokens
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 TRIED = 1 << 20  # characters of training text with which a file is tried
-MANY = 1000  # different characters, more than a few scripts have
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
@@ -46,103 +44,54 @@ def shared(a, b):
 
 
 class Tokenizer:
-    """Text <-> ids below `vocab_size` (V; [MASK] is not counted).
+    """Text <-> ids below `vocab_size` (V; [MASK] is not counted); Tokenizer(kind, ...) is one of
 
-    kind   vocab
-    char   list of characters
-    byte   None
-    word   list of words, whose ids follow the 256 bytes; other words are spelled in bytes
-    bpe    JSON of the tokenizers library, learned here: it gives any text back
-    file   the same, made elsewhere: some change a text
-    id     V itself: ids are shown as numbers, as their text is not known
+    kind   class         vocab
+    char   Characters    list of characters
+    byte   Bytes         None
+    word   Words         list of words, whose ids follow the 256 bytes; others are spelled in bytes
+    bpe    FromLibrary   JSON of the tokenizers library, learned here: it gives any text back
+    file   FromLibrary   the same, made elsewhere: some change a text
+    id     Numbers       V itself: ids are shown as numbers, as their text is not known
 
     end: the id of [END], which follows each document and decodes to nothing; True: one after all
     others; False: there is none. mask_id: V, or the [MASK] that the tokenizer of an encoder has,
-    which no text may have (networks/network.py sets it). library: the HFTokenizer of a bpe or
-    file.
+    which no text may have (networks/network.py sets it).
+
+    Each class has read_vocab() -> the number of tokens, apart from an [END] after all others;
+    encode_array(text) -> (n,) integers without [END], or a UserError that names characters without
+    an id; and `spelled`: the bytes of all tokens within a text, and at the beginning of one.
     """
+
+    dropped = None  # a Counter, if unknown characters are left out, not refused
+
+    def __new__(cls, kind=None, vocab=None, end=False):
+        return super().__new__(CLASSES[kind] if cls is Tokenizer else cls)
 
     def __init__(self, kind, vocab=None, end=False):
         self.kind = kind
         self.vocab = vocab
         self.end = end
-        if kind == "char":
-            size = len(vocab)
-            self.table = np.full(max(map(ord, vocab)) + 2, -1, np.int32)  # code point -> id
-            self.table[[ord(c) for c in vocab]] = np.arange(size)
-        elif kind == "byte":
-            size = 256
-        elif kind == "id":
-            size = vocab
-        elif kind == "word":
-            size = 256 + len(vocab)
-            self.index = {word: 256 + i for i, word in enumerate(vocab)}
-        else:
-            self.library = HFTokenizer(vocab, in_context=kind == "file")
-            size = self.library.size
-        self.dropped = None  # a Counter, if unknown characters are left out, not refused
+        size = self.read_vocab()
         self.end_id = {True: size, False: None}[end] if isinstance(end, bool) else end
         self.vocab_size = size + (end is True)
         self.mask_id = self.vocab_size
 
+    @staticmethod
+    def learn(pieces, size, train_characters):
+        """The vocab for the text of pieces(), as build_tokenizer has it."""
+
+    def special_ids(self):
+        """Special token -> its id, of a file of the tokenizers library."""
+        return {}
+
     # ---- Encoding
-    def encode_array(self, text):
-        """Text -> (n,) integers without [END]; UserError that names characters without an id."""
-        if self.kind == "char":
-            codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-            ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
-            if (ids < 0).any():
-                unknown = Counter(map(chr, codes[ids < 0].tolist()))
-                if self.dropped is None:
-                    what = f"unknown {name_characters(unknown)}"
-                    raise UserError(f"{what}; remove them, or train on text that has them")
-                self.dropped.update(unknown)
-            return ids[ids >= 0]
-        if self.kind == "byte":
-            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
-        if self.kind == "id":
-            ids = [int(i) if i.isdecimal() else -1 for i in text.split()]
-            if any(not 0 <= i < self.vocab or i == self.end_id for i in ids):
-                raise UserError(f"{text[:40]!r} is not a list of ids below {self.vocab}")
-        elif self.kind == "word":  # five times as fast as the library
-            ids = []
-            for word in WORD.findall(text):
-                ids += [self.index[word]] if word in self.index else word.encode()
-        else:
-            ids = self.library.encode_long(text)
-            self.check_no_end(ids)
-        return np.array(ids, np.int64)
-
-    def check_no_end(self, ids):
-        """Raise UserError if one of the ids of a text is [END] or [MASK].
-
-        The library finds no special token in a text, but models that see whole words may have it
-        in their vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
-        """
-        for id in {self.end_id, self.mask_id}.intersection(ids):
-            token = self.library.library.id_to_token(id)
-            use = "ends a document" if id == self.end_id else "is [MASK]"
-            what = f"a part of the text is read as {token!r}, which {use}"
-            raise UserError(f"{what}; remove it from the text, or use another --end")
-
     def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
 
     def encode_lossless(self, text, after_gap=False):
         """The ids of a user's text, which may follow a gap; UserError if they lose some of it."""
-        if self.kind == "file":
-            self.library.check_kept(text)
-            if after_gap:
-                ids = self.library.encode_after_gap(text)
-                self.check_no_end(ids)
-                return ids
         return self.encode(text)
-
-    def encode_template(self, text):
-        """The ids of what a chat template wrote, special tokens among them; UserError for [END]."""
-        ids = self.library.encode_template(text)
-        self.check_no_end(ids)
-        return ids
 
     def encode_pair(self, context, text):
         """The ids of two texts of a user, the second of which continues the first."""
@@ -158,19 +107,8 @@ class Tokenizer:
     # ---- Decoding
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; [MASK] is shown as █."""
-        return self.locate(whole_ids(ids, self.last_id, self.mask_id), [])[0]
-
-    @property
-    def last_id(self):
-        """The largest id of a token or [MASK]."""
-        return max(self.vocab_size - 1, self.mask_id)
-
-    def special_ids(self):
-        """Special token -> its id, of a file of the tokenizers library."""
-        if self.kind != "file":
-            return {}
-        added = self.library.library.get_added_tokens_decoder()
-        return {token.content: id for id, token in added.items() if token.special}
+        largest = max(self.vocab_size - 1, self.mask_id)
+        return self.locate(whole_ids(ids, largest, self.mask_id), [])[0]
 
     def cut(self, ids, edges):
         """decode(ids) in parts, cut before the tokens at `edges`, which ascend.
@@ -195,39 +133,27 @@ class Tokenizer:
         first = True
         for id in map(int, ids):
             tokens.append(self.token(id, first))
-            first = id == self.end_id and (first or self.kind != "id")  # another text begins
+            first = self.begins_text(id, first)
         joined = b"".join(tokens)
         text = joined.decode("utf-8", "replace")
         stops = list(itertools.accumulate(map(len, tokens), initial=0))
         befores = (joined[: stops[edge]].decode("utf-8", "replace") for edge in edges)
         return text, [shared(before, text) for before in befores]
 
+    def begins_text(self, before, first):
+        """Whether the token after this one begins a text; first: whether this one does."""
+        return before == self.end_id
+
     def token(self, id, first):
         """The bytes of a token, at the beginning of a text or in it. [MASK]: █; [END]: none."""
         if id == self.end_id:
             return b""
-        shown = "█" if id == self.mask_id else str(id)
-        if self.kind == "id":
-            shown = shown if first else f" {shown}"
-        elif id != self.mask_id:
-            return self.spelled[first][id]
-        return shown.encode()
-
-    @functools.cached_property
-    def spelled(self):
-        """The bytes of all tokens within a text, and those of all at the beginning of one."""
-        single = [bytes([i]) for i in range(256)]
-        if self.kind == "byte":
-            return single, single
-        if self.kind in ("char", "word"):
-            known = single * (self.kind == "word") + [text.encode() for text in self.vocab]
-            return known, known
-        return self.library.spellings(first=False), self.library.spellings(first=True)
+        return "█".encode() if id == self.mask_id else self.spelled[first][id]
 
     @functools.cached_property
     def space_tokens(self):
         """(V,) bool: which tokens begin with a space; none if no token has more than a space."""
-        texts = [] if self.kind == "id" else self.spelled[0]
+        texts = self.spelled[0]
         spaced = np.zeros(self.vocab_size, bool)
         spaced[[i for i, text in enumerate(texts) if text.startswith(b" ")]] = True
         longer = any(text.startswith(b" ") and text != b" " for text in texts)
@@ -237,7 +163,8 @@ class Tokenizer:
     def to_file(self):
         """The text of a tokenizer.json: a JSON of the tokenizers library, or else `to_json`."""
         with contextlib.suppress(ValueError):  # the library has none
-            return tokenizer_json.to_text(self.kind, self.vocab, self.end)
+            content = tokenizer_json.to_content(self.kind, self.vocab, self.end)
+            return tokenizer_json.dumps(content)
         return self.to_json()
 
     def to_json(self):
@@ -246,11 +173,176 @@ class Tokenizer:
         return json.dumps(dict(format="mdlm-tokenizer", version=1, **learned))
 
 
+class Characters(Tokenizer):
+    """A token is a character; others are unknown."""
+
+    def read_vocab(self):
+        self.table = np.full(max(map(ord, self.vocab)) + 2, -1, np.int32)  # code point -> id
+        self.table[[ord(c) for c in self.vocab]] = np.arange(len(self.vocab))
+        return len(self.vocab)
+
+    @staticmethod
+    def learn(pieces, size, train_characters):
+        seen = np.zeros(0x110000, bool)
+        for text, _ in pieces():
+            seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
+        return [chr(c) for c in seen.nonzero()[0]]
+
+    def encode_array(self, text):
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        ids = self.table[np.minimum(codes, len(self.table) - 1)]  # the last entry is always -1
+        if (ids < 0).any():
+            unknown = Counter(map(chr, codes[ids < 0].tolist()))
+            if self.dropped is None:
+                what = f"unknown {name_characters(unknown)}"
+                raise UserError(f"{what}; remove them, or train on text that has them")
+            self.dropped.update(unknown)
+        return ids[ids >= 0]
+
+    @functools.cached_property
+    def spelled(self):
+        known = [text.encode() for text in self.vocab]
+        return known, known
+
+
+class Bytes(Tokenizer):
+    """A token is a byte of UTF-8."""
+
+    spelled = ([bytes([i]) for i in range(256)],) * 2
+
+    def read_vocab(self):
+        return 256
+
+    def encode_array(self, text):
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+
+
+class Words(Tokenizer):
+    """A token is a frequent word with the space before it, or a byte of another word."""
+
+    def read_vocab(self):
+        self.index = {word: 256 + i for i, word in enumerate(self.vocab)}
+        return 256 + len(self.vocab)
+
+    @staticmethod
+    def learn(pieces, size, train_characters):
+        counts = Counter()
+        for text in first_chunks(pieces(), min(train_characters, SAMPLE)):
+            counts.update(WORD.findall(text))
+        return [word for word, n in counts.most_common(size - 256) if n > 1]
+
+    def encode_array(self, text):  # five times as fast as the library
+        ids = []
+        for word in WORD.findall(text):
+            ids += [self.index[word]] if word in self.index else word.encode()
+        return np.array(ids, np.int64)
+
+    @functools.cached_property
+    def spelled(self):
+        known = Bytes.spelled[0] + [text.encode() for text in self.vocab]
+        return known, known
+
+
+class Numbers(Tokenizer):
+    """Ids of which no text is known; they are shown with spaces between them."""
+
+    spelled = ([], [])
+
+    def read_vocab(self):
+        return self.vocab
+
+    def encode_array(self, text):
+        ids = [int(i) if i.isdecimal() else -1 for i in text.split()]
+        if any(not 0 <= i < self.vocab or i == self.end_id for i in ids):
+            raise UserError(f"{text[:40]!r} is not a list of ids below {self.vocab}")
+        return np.array(ids, np.int64)
+
+    def begins_text(self, before, first):
+        return first and before == self.end_id
+
+    def token(self, id, first):
+        if id == self.end_id:
+            return b""
+        shown = "█" if id == self.mask_id else str(id)
+        return (shown if first else f" {shown}").encode()
+
+    def to_file(self):  # V of them may be too many for the library's format
+        return self.to_json()
+
+
+class FromLibrary(Tokenizer):
+    """A tokenizer of the tokenizers library. library: its HFTokenizer"""
+
+    def read_vocab(self):
+        self.library = HFTokenizer(self.vocab, in_context=self.kind == "file")
+        return self.library.size
+
+    @staticmethod
+    def learn(pieces, size, train_characters):
+        return train_bpe(first_chunks(pieces(), min(train_characters, SAMPLE)), size)
+
+    def encode_array(self, text):
+        ids = self.library.encode_long(text)
+        self.check_no_end(ids)
+        return np.array(ids, np.int64)
+
+    def check_no_end(self, ids):
+        """Raise UserError if one of the ids of a text is [END] or [MASK].
+
+        The library finds no special token in a text, but models that see whole words may have it
+        in their vocabulary: Unigram, WordLevel, WordPiece, BPE with ignore_merges.
+        """
+        for id in {self.end_id, self.mask_id}.intersection(ids):
+            token = self.library.library.id_to_token(id)
+            use = "ends a document" if id == self.end_id else "is [MASK]"
+            what = f"a part of the text is read as {token!r}, which {use}"
+            raise UserError(f"{what}; remove it from the text, or use another --end")
+
+    def encode_lossless(self, text, after_gap=False):
+        if self.kind == "file":
+            self.library.check_kept(text)
+        if self.kind == "bpe" or not after_gap:
+            return self.encode(text)
+        ids = self.library.encode_after_gap(text)
+        self.check_no_end(ids)
+        return ids
+
+    def encode_template(self, text):
+        """The ids of what a chat template wrote, special tokens among them; UserError for [END]."""
+        ids = self.library.encode_template(text)
+        self.check_no_end(ids)
+        return ids
+
+    def special_ids(self):
+        added = self.library.library.get_added_tokens_decoder() if self.kind == "file" else {}
+        return {token.content: id for id, token in added.items() if token.special}
+
+    @functools.cached_property
+    def spelled(self):
+        return self.library.spellings(first=False), self.library.spellings(first=True)
+
+    def to_file(self):
+        if self.kind == "bpe":
+            return super().to_file()
+        with contextlib.suppress(ValueError):  # [END] is not a special token of the file
+            return (
+                self.vocab if self.end is False else tokenizer_json.name_end(self.vocab, self.end)
+            )
+        return self.to_json()
+
+
+CLASSES = dict(
+    char=Characters, byte=Bytes, word=Words, bpe=FromLibrary, file=FromLibrary, id=Numbers
+)
+
+
+# ---- Files
 def describe(path):
     """(kind, vocab, end) of the Tokenizer in a tokenizer.json, as it says; UserError if none is."""
     content = read_json(path, "tokenizer")
     if "format" not in content:
-        return tokenizer_json.describe(read_small(path))
+        file = tokenizer_json.without_name(read_small(path), content)
+        return tokenizer_json.describe(content) or ("file", *file)
     ours = (content["format"], content.get("version")) == ("mdlm-tokenizer", 1)
     kind, vocab, end = (content.get(key) for key in ("kind", "vocab", "end"))
     if not ours or type(end) not in (bool, int):
@@ -289,8 +381,6 @@ def open_tokenizer(path, end, end_token=""):
     The tokenizer.json of a run gives the run's tokenizer, with an [END] or without.
     """
     kind, vocab, _ = describe(path)
-    if kind == "id":
-        raise UserError(f"{path} shows numbers, not text; give another tokenizer.json")
     tokenizer = tokenizer_from_json(path, kind, vocab, False)
     specials = tokenizer.special_ids() if kind == "file" else {"[END]": True}
     names = [end_token] if end_token else END_TOKENS
@@ -304,35 +394,23 @@ def open_tokenizer(path, end, end_token=""):
 def build_tokenizer(kind, size, end, pieces, train_characters, end_token=""):
     """A Tokenizer for the text of pieces(): pairs (text, whether a document ends)."""
     if kind.endswith(".json"):
-        tokenizer = open_tokenizer(kind, end, end_token)
-        tokenizer.piece(0)  # refuses one whose ids cannot be shown as text
-        some = first_chunks(pieces(), TRIED)
-        with contextlib.suppress(UserError):  # `Source.encode` says where that text is
-            if any(tokenizer.decode(tokenizer.encode(text)) != text for text in some):
-                what = f"the tokenizer {kind} changes the text"
-                warn(f"{what}: its likelihood is that of what is left")
-        return tokenizer
-    if kind == "byte":
-        return Tokenizer("byte", None, end)
-    if kind == "char":
-        seen = np.zeros(0x110000, bool)
-        for text, _ in pieces():
-            seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
-        vocab = [chr(c) for c in seen.nonzero()[0]]
-        if len(vocab) > MANY:
-            what = f"the text has {len(vocab):,} different characters, each of them a token"
-            warn(f"{what}; --tokenizer=bpe learns tokens that are parts of words")
-        return Tokenizer("char", vocab, end)
-    if size <= 256:
+        return open_and_try(kind, end, pieces, end_token)
+    if kind in ("word", "bpe") and size <= 256:
         raise UserError(f"--vocab_size={size} is too small; give more than the 256 bytes need")
-    sample = first_chunks(pieces(), min(train_characters, SAMPLE))
-    if kind == "bpe":
-        return Tokenizer("bpe", train_bpe(sample, size), end)
-    counts = Counter()
-    for text in sample:
-        counts.update(WORD.findall(text))
-    words = [word for word, n in counts.most_common(size - 256) if n > 1]
-    return Tokenizer("word", words, end)
+    return Tokenizer(kind, CLASSES[kind].learn(pieces, size, train_characters), end)
+
+
+def open_and_try(path, end, pieces, end_token):
+    """open_tokenizer, with a warning if it changes the text of pieces()."""
+    tokenizer = open_tokenizer(path, end, end_token)
+    tokenizer.piece(0)  # refuses one whose ids cannot be shown as text
+    with contextlib.suppress(UserError):  # `Source.encode` says where that text is
+        for text in first_chunks(pieces(), TRIED):
+            if tokenizer.decode(tokenizer.encode(text)) != text:
+                what = f"the tokenizer {path} changes the text"
+                warn(f"{what}: its likelihood is that of what is left")
+                break
+    return tokenizer
 
 
 def first_chunks(pieces, characters):
@@ -352,16 +430,8 @@ def train_bpe(texts, size):
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    shows = sys.stderr.isatty()
-    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=shows)
+    settings = dict(initial_alphabet=byte_level.alphabet(), show_progress=sys.stderr.isatty())
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, **settings)
-    began = time.monotonic()
-
-    def read():
-        yield from texts
-        if not shows and time.monotonic() - began > 10:
-            warn(f"read; now learning up to {size:,} tokens, which may take as long again")
-
     with explained("--tokenizer=bpe cannot be learned"):
-        bpe.train_from_iterator(read(), trainer)
+        bpe.train_from_iterator(texts, trainer)
     return bpe.to_str()

@@ -5,8 +5,8 @@ char   a WordLevel model of characters
 byte   a byte-level BPE without merges
 word   the same with whole words; the bytes spell all others
 bpe    what the library has learned
-file   the text of a file made elsewhere, as it is; if documents end in one of its tokens, a
-       post-processor that changes nothing names it
+file   a file made elsewhere, as it is; if documents end in one of its tokens, a post-processor that
+       changes nothing names it
 id     a WordLevel model of numbers, for exports alone: V of them may be too many for a file
 
 All but files have the special tokens [END] (if there are documents), [MASK] = V and [PAD] = V + 1.
@@ -37,20 +37,11 @@ def dumps(content):
 
 
 # ---- Writing
-def to_text(kind, vocab, end):
-    """The text of a tokenizer.json; kind, vocab and end are those of a Tokenizer.
-
-    Raises ValueError for what the library has no JSON for.
-    """
-    if kind == "id":
-        raise ValueError("ids have no text")
-    if kind == "file":
-        return vocab if end is False else name_end(vocab, end)
-    return dumps(to_content(kind, vocab, end))
-
-
 def to_content(kind, vocab, end):
-    """The JSON of any kind but a file, as a dict. Raises ValueError if it cannot have [MASK]."""
+    """The JSON of any kind but a file, as a dict; kind, vocab and end are those of a Tokenizer.
+
+    Raises ValueError if it cannot have [MASK].
+    """
     write = dict(char=characters, byte=byte_level, word=words, bpe=json.loads, id=numbers)[kind]
     content = write(vocab)
     tokens = content["model"]["vocab"]
@@ -66,7 +57,7 @@ def add_specials(content, tokens, end=False, names=("[MASK]", "[PAD]")):
     end: whether [END] is added too, before them, or its id. Raises ValueError if there is no room.
     """
     V = len(tokens)
-    if sorted(tokens.values()) != list(range(V)):
+    if names and sorted(tokens.values()) != list(range(V)):
         raise ValueError(f"some ids below {V} are unused; train with a tokenizer without gaps")
     named = ["[END]"] * (end is True) + [*names]
     added = {name: V + i for i, name in enumerate(named)}
@@ -145,25 +136,13 @@ def words(vocab):
 
 
 # ---- Reading
-def describe(text):
-    """The kind, vocab and end of a Tokenizer, from the text of a JSON of the tokenizers library.
-
-    Raises ValueError for text that is not JSON. Any JSON not written here is a file.
-    """
-    content = json.loads(text)
+def describe(content):
+    """The (kind, vocab, end) of the Tokenizer whose JSON, by to_content, this is; None: a file."""
     with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # other parts
         for guess in guesses(content):
             if to_content(*guess) == content:
                 return guess
-    with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # no such name
-        ((name, token),) = content["post_processor"]["processors"][0]["special_tokens"].items()
-        (end,) = token["ids"]
-        mark = namer(name, end)
-        start = text.index(mark)
-        _, stop = json.JSONDecoder().raw_decode(text, start)
-        own = text[start + len(mark) : stop].removeprefix(",").removesuffix("]}")
-        return "file", text[:start] + (own or "null") + text[stop:], end
-    return "file", text, False
+    return None
 
 
 def guesses(content):
@@ -206,3 +185,16 @@ def namer(name, end):
     token = {name: dict(id=name, ids=[end], tokens=[name])}
     template = dict(type="TemplateProcessing", single=[first], pair=[first, second])
     return f'{{"type":"Sequence","processors":[{dumps(template | dict(special_tokens=token))}'
+
+
+def without_name(text, content):
+    """(the text of a file before name_end, the id of its [END] or False); content: its JSON."""
+    with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # no such name
+        ((name, token),) = content["post_processor"]["processors"][0]["special_tokens"].items()
+        (end,) = token["ids"]
+        mark = namer(name, end)
+        start = text.index(mark)
+        _, stop = json.JSONDecoder().raw_decode(text, start)
+        own = text[start + len(mark) : stop].removeprefix(",").removesuffix("]}")
+        return text[:start] + (own or "null") + text[stop:], end
+    return text, False

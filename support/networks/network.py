@@ -143,34 +143,29 @@ class Network:
             return make(config, **settings)
 
     def open(self, in_parts=False, is_base=False):
-        """Find the weights of `folder` and try a network, before any work begins; returns itself.
+        """Find the weights of `folder` and try such a network, before any work begins.
 
-        in_parts: read weights only where they are used, and try a shallow network of random ones.
-        is_base: its weights stay as they are, and checkpoints name them (--lora). Raises UserError
-        for weights that are not all there, and for networks that cannot be used.
+        in_parts: read weights only where they are used. is_base: its weights stay as they are, and
+        checkpoints name them (--lora). Raises UserError for weights that are not all there, and for
+        networks that cannot be used.
         """
         if self.folder is None:
             self.config.dtype = torch.float32  # of exports; here all are float32
-        else:
-            files_of_weights = weights.WeightFiles(self.folder)
-            with torch.device("meta"):
-                files_of_weights.check_shapes(self.make_body())
-            self.find_weight = files_of_weights.find
+            self.try_out()
+            return self
+        stored = self.check_weights(self.folder)
+        self.find_weight = stored.find if in_parts else self.load()
         if is_base:
             self.base = lora.identity(self.folder)
-        if in_parts:
-            self.try_shallow()
-            gc.collect()  # modules hold each other in circles: free the memory now, not later
-        elif self.folder:
-            body = self.load()
-            read = body.state_dict()
-            self.find_weight = lambda names, shape: next(
-                (read[name].clone() for name in names if name in read), None
-            )
-            self.try_body(body)
-        else:
-            self.try_body(self.make_body())
         return self
+
+    def check_weights(self, folder, prefix=None):
+        """The WeightFiles of a folder, which have the shapes of this network; it is tried too."""
+        stored = weights.WeightFiles(folder)
+        with torch.device("meta"):
+            stored.check_shapes(self.make_body(), prefix)
+        self.try_out()
+        return stored
 
     def open_checkpoint(self, folder, in_parts):
         """The same for a checkpoint: `build` makes a network into which its weights are loaded."""
@@ -180,23 +175,22 @@ class Network:
             origin.folder = Path(self.base["folder"])
             self.find_weight = origin.open(in_parts).find_weight
         else:
-            with torch.device("meta"):
-                weights.WeightFiles(folder).check_shapes(self.make_body(), "body")
-            self.try_shallow()
+            self.check_weights(folder, "body")
             self.find_weight = lambda names, shape: torch.zeros(shape)
         return self
 
-    def try_body(self, body):
-        """Raise UserError unless tokens see what a View says in a network with this body."""
-        some = SimpleNamespace(shift=False)
-        attention_masks.check(Pretrained(self, body, some, self.config.vocab_size, None))
-
-    def try_shallow(self):
+    def try_out(self):
+        """Raise UserError unless tokens see what a View says, in a shallow network of this kind."""
         other = replace(self, config=weights.shallow(self.config))
-        other.try_body(other.make_body())
+        some = SimpleNamespace(shift=False)
+        model = Pretrained(other, other.make_body(), some, self.config.vocab_size, None)
+        attention_masks.check(model)
+        del model
+        gc.collect()  # modules hold each other in circles: free the memory now, not later
 
     def load(self):
-        """The library's module with the weights of `folder`; UserError if some are missing."""
+        """The weights of `folder` as the library reads them, which knows their former names: a
+        function as find_weight. UserError if some are missing."""
         only = dict(use_safetensors=True, local_files_only=True, trust_remote_code=False)
         only |= dict(output_loading_info=True, config=copy.deepcopy(self.config))
         with explain(f"{self.folder} cannot be loaded"):
@@ -209,7 +203,12 @@ class Network:
             why = "lacks weights" if missing else "has more layers than its config.json"
             what = f"{self.folder} {why}: {min(missing or more)[:80]}"
             raise UserError(f"{what}; copy the whole model again")
-        return body
+        read = body.state_dict()
+
+        def find(names, shape):
+            return next((read[name].clone() for name in names if name in read), None)
+
+        return find
 
     def build(self, config, V, ops, shard_fn):
         """A Pretrained with the weights that were found, or with random ones.

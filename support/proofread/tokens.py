@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanomdlm.support.data.hf_tokenizer import CONTEXT
 from nanomdlm.support.data.tokenizer import WORD
 from nanomdlm.support.errors import UserError
 
 PIECE = 1 << 16  # characters that are tokenized at a time
+CONTEXT = 256  # characters in front of a piece, far more than a token has
 
 
 @dataclass

@@ -309,9 +309,13 @@ const alphabet = (T, V) => async seen => seen.map(ids => {  // as in test_proofr
         votes[at * V + (xt[at - d] + d + V) %% V] += f((d > 0 ? 3 : 1.5) / Math.abs(d) ** .5);
   return votes.map(vote => 3 * vote);
 });
-const {cases, settings, table} = JSON.parse(process.argv[1]);
-for (const {text, T, vocab, depends} of cases) {
+const {cases, settings, table, reading} = JSON.parse(process.argv[1]);
+for (const {typed, T, vocab, depends} of cases) {
   const parts = [], predict = (depends ? network : alphabet)(T, vocab.length, table);
+  // The page's own script reads the text.
+  const live = {vocab, mask: vocab.length, context: T};
+  const source = new Function("live", `${reading} return source;`)(live);
+  const {text} = source.read(typed, {fix: true});
   for await (const window of proofread(predict, text, vocab, T, settings)) parts.push(...window);
   found.push(parts);
 }
@@ -322,7 +326,8 @@ console.log(JSON.stringify(found));
 def test_page_proofreads_as_sample_fix_does(network):
     """Every kind of change, over several windows: where it is, what it gains, and what is kept.
 
-    In a world that repeats the alphabet, and where each token depends on all others.
+    In a world that repeats the alphabet, and where each token depends on all others. Characters
+    that the model does not know stay as they are.
     """
     line = test_proofreading.LETTERS
     wrong = ["abcdefghizklmnop", "abcdefghiklmnop", "abcdefghijqklmnop", "abcdefghjiklmnop"]
@@ -332,24 +337,29 @@ def test_page_proofreads_as_sample_fix_does(network):
         "a",
         "bc",
         "\u00e9" + line + "a\U0001f600" + line[2:] * 3 + "zz",
+        *(
+            line[:9] + c + line[9:] + wrong[0] + c + line[16:]
+            for c in ("’", "“", "—", "\t", "\r\n")
+        ),
         line[:20] + "ts" + line[22:] + "abcxefg" + line[7:18] + line[19:] + line[:5] + line[6:] * 2,
         "".join(line[(i * i) % 27] if i % 9 == 0 else line[i % 27] for i in range(120)),
     ]
     model, table = network
     g = torch.Generator().manual_seed(0)
-    cases = [dict(text=text, T=32, vocab=list(line)) for text in texts]
+    cases = [dict(typed=text, T=32, vocab=list(line)) for text in texts]
     worlds = [test_proofreading.alphabet()] * len(texts)
     # Some letters have more others beside them on a keyboard than others have; some have none.
     for vocab in map(list, ("aqsd\n", "qawsz", "aw \ns", "ABa ,")):
         for row in torch.randint(3 * len(vocab) + 1, (15, 60), generator=g):
             text = "".join((vocab * 3 + ["\u00e9"])[i] for i in row)
-            cases.append(dict(text=text, T=24, vocab=vocab, depends=True))
+            cases.append(dict(typed=text, T=24, vocab=vocab, depends=True))
             worlds.append((model, Tokenizer("char", vocab)))
     given = dict(cases=cases, settings=live_page.proofreading_settings(), table=table.tolist())
+    given |= dict(reading=viewer.bundle("pattern.js", "in_browser.js"))
     answer = in_node(PROOFREAD, given, "proofread.js")
     kinds = set()
     for case, world, parts in zip(cases, worlds, answer, strict=True):
-        text = case["text"]
+        text = case["typed"]
         fixed = sample.fix(*world, text)
         assert "".join(part["before"] for part in parts) == text
         assert "".join(part["after"] for part in parts) == fixed.text
@@ -483,7 +493,7 @@ def test_recorded_text_is_that_of_sample_py(network):
 def test_links_to_lessons_hold_no_name_or_key_of_who_cloned():
     for origin in ("https://name:key@github.com/a/b", "git@github.com:a/b.git"):
         assert live_page.lessons_at(origin) == "https://github.com/a/b/blob/HEAD/lessons/README.md"
-    assert live_page.lessons_at("/home/name/b") == ""
+    assert live_page.lessons_at("/home/name/b") is None
 
 
 def test_quantized_matrices_are_near():

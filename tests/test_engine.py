@@ -168,7 +168,7 @@ def test_requests_together_get_what_each_gets_alone(S):
             Answer(engine, model, lambda m, i=i: texts_of(m, i, **kinds[i % 4])) for i in range(9)
         ]
         assert all(a.wait().equal(b) for a, b in zip(answers, alone))
-    assert engine.counts.calls < 0.6 * engine.counts.views, "calls are merged"
+    assert engine.counts.calls < 0.6 * engine.counts.merged_calls, "calls are merged"
 
 
 def test_short_text_does_not_wait_for_a_long_one():

@@ -231,7 +231,7 @@ def test_health_is_seen_without_a_key_and_nothing_else(short_run):
 
 
 def test_other_sites_are_kept_out_and_allowed_ones_let_in():
-    client = client_of(origins=("https://a.example",))
+    client = client_of(origin="https://a.example")
     asked = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization",

@@ -11,6 +11,7 @@ from webdriver import Browser
 
 import mdlm
 import sample
+import serve
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import filling
 from nanomdlm.support.infill.templates import parse
@@ -21,6 +22,7 @@ import httpx
 from test_engine import network
 from test_serving import get, post, serving, wait_for
 
+from nanomdlm.support.serving import writing
 from nanomdlm.support.web import live_page, served_page
 
 SAID = "$('said').textContent"
@@ -99,7 +101,9 @@ def test_page_gets_the_changes_of_sample_fix(server, short_run):
 def test_page_runs_its_own_script_alone(server):
     """And loads nothing from elsewhere."""
     r = get(server.url)
-    rules = dict(rule.split(" ", 1) for rule in r.headers["content-security-policy"].split("; "))
+    rules = dict(
+        rule.split(" ", 1) for rule in re.split(" ?; ", r.headers["content-security-policy"])
+    )
     assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
     assert re.fullmatch(r"'sha256-[\w+/]{43}='", rules["script-src"])
     assert rules["frame-ancestors"] == "'none'"
@@ -118,7 +122,8 @@ def test_page_runs_its_own_script_alone(server):
 def test_page_offers_what_the_model_can(settings, fills, fixes, steps):
     model = network(**settings)
     tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
-    html = served_page.page(model, model, tokenizer, "out", "CPU", True, 100)
+    writer = writing.Writer(model, model, tokenizer, serve.sampler)
+    html = served_page.page(writer, "out", "CPU", serve.Options(api_key="abc"))
     live = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])["live"]
     assert (live["fills"], live["fixes"], live["key"]) == (fills, fixes, True)
     assert live["steps"] == steps and live["blocks"] == (8 if "block_length" in settings else 1)
@@ -128,7 +133,8 @@ def test_page_offers_what_the_model_can(settings, fills, fixes, steps):
 
 def test_examples_are_texts_that_the_model_knows():
     _, tokenizer, config = mdlm.load(ROOT / "weights" / "shakespeare")
-    found = live_page.examples(tokenizer, config, "█", open_gaps=True, fixes=True)
+    can = {"fill", "open", "match", "begin", "fix"}
+    found = live_page.examples(tokenizer, config, "█", can)
     assert [one["what"] for one in found] == ["write", "rank", "write", "write", "rank", "fix"]
     for one in found:
         try:

@@ -350,7 +350,7 @@ def test_page_proofreads_as_sample_fix_does(network):
     worlds = [test_proofreading.alphabet()] * len(texts)
     # Some letters have more others beside them on a keyboard than others have; some have none.
     for vocab in map(list, ("aqsd\n", "qawsz", "aw \ns", "ABa ,")):
-        for row in torch.randint(3 * len(vocab) + 1, (15, 60), generator=g):
+        for row in torch.randint(3 * len(vocab) + 1, (6, 60), generator=g):
             text = "".join((vocab * 3 + ["\u00e9"])[i] for i in row)
             cases.append(dict(typed=text, T=24, vocab=vocab, depends=True))
             worlds.append((model, Tokenizer("char", vocab)))
@@ -689,32 +689,6 @@ def test_equal_seeds_give_equal_texts(browser, shipped):
     server.close()
 
 
-@slow
-@pytest.mark.parametrize(
-    "template",
-    [
-        "To be, or ███ to be",
-        "The [___|king|duke|fool] is [___:d(ea|rea)d]!",
-        "To be, or [___] to be",
-    ],
-)
-def test_fills_and_their_proof_are_those_of_sample_py(browser, shipped, template):
-    if "[" in template:
-        pytest.importorskip("outlines_core")
-    server = visit(browser, shipped)
-    browser.js(f"$('typed').value = {json.dumps(template)}")
-    browser.js("$('rank').click()")
-    browser.wait("$('said').textContent.startsWith('The likeliest')", 120)
-    model, tokenizer, config = mdlm.load(WEIGHTS)
-    segments = sample.parse(template, tokenizer, config.block_size)
-    found = filling.fill(model, tokenizer, segments, 5)
-    assert browser.js("samples.map(s => s.tokens.join(''))") == [one.text for one in found]
-    shown = browser.js("samples.map(s => [s.logp, s.p])")
-    assert np.allclose(shown, [(one.logp, one.p) for one in found], rtol=1e-3)
-    assert ("; proven: " in say(browser)) == found.proven
-    server.close()
-
-
 def session_of(folder):
     """The page's model in ONNX Runtime, in one thread."""
     ort = pytest.importorskip("onnxruntime")
@@ -870,18 +844,6 @@ def test_hostile_text_stays_text(live):
     assert live.js("document.querySelectorAll('img, #text b, nav b, #said b').length") == 0
 
 
-@slow
-def test_damaged_file_is_named(browser, tiny, tmp_path):
-    folder = shutil.copytree(tiny, tmp_path / "page")
-    content = (folder / "weights.bin").read_bytes()
-    (folder / "weights.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    visit(browser, folder).close()
-    assert say(browser).startswith("weights.bin ") and browser.js("$('write').disabled")
-    (folder / "weights.bin").write_bytes(content)
-    visit(browser, folder).close()
-    assert browser.js("ready") and say(browser) == ""
-
-
 def rename(folder, letters):
     """Let the page in `folder` call its first characters so."""
     path = folder / "index.html"
@@ -932,23 +894,6 @@ def test_a_typed_pattern_is_matched(live):
         live.wait("$('said').textContent.startsWith('The likeliest')")
         for shown in live.js("samples.map(s => s.tokens.join(''))"):
             assert re.fullmatch(f"(?s:{pattern})", shown), shown
-
-
-@pytest.mark.long
-def test_page_finds_the_mistakes_that_sample_py_finds(browser, shipped):
-    server = visit(browser, shipped)
-    text = "ROMEO:\nI wlil not speak of thee, my loord, nor of teh king."
-    browser.js(f"$('typed').value = {json.dumps(text)}")
-    browser.js("$('proofread').click()")
-    browser.wait("writing === null", seconds=300)
-    model, tokenizer, _ = mdlm.load(WEIGHTS)
-    fixed = sample.fix(model, tokenizer, text)
-    assert fixed.changes
-    shown = browser.js("changesShown().map(b => [b.dataset.before, b.dataset.after])")
-    assert shown == [[change.before, change.after] for change in fixed.changes]
-    browser.js("$('use').click()")
-    assert browser.js("$('typed').value") == fixed.text
-    server.close()
 
 
 @slow

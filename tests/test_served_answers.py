@@ -56,9 +56,10 @@ def client_of(model="whole", tokenizer="char", block_size=32, **options):
     for p in network.parameters():
         p.data.normal_(0, 0.3)
     writer = writing.Writer(network, network, tokenizer, serve.sampler)
-    computes = engine.Engine(CPU)
+    options = serve.Options(**options)
+    computes = engine.Engine(CPU, options.max_active, options.max_waiting)
     engine.start(computes)
-    server = app.Server(computes, writer, "out", 0, serve.Options(**options))
+    server = app.Server(computes, writer, "out", 0, options)
     return TestClient(app.make_app(server), base_url="http://localhost")
 
 

@@ -183,21 +183,6 @@ def test_page_writes_what_sample_writes(page, short_run):
 
 
 @slow
-def test_page_fills_a_gap_that_must_match(page):
-    pytest.importorskip("outlines_core")
-    ask(page, "The [___:[a-c]{2,3}] is")
-    page.wait(f"{SAID}.startsWith('The likeliest')", 120)
-    texts = page.js("samples.map(s => s.tokens.join(''))")
-    assert texts and all(re.fullmatch("The [a-c]{2,3} is", text) for text in texts)
-    titles = page.js("[...document.querySelectorAll('#samples button')].map(b => b.textContent)")
-    assert all(re.fullmatch(r"[\d.e-]+\xa0% [a-c]{2,3}", title) for title in titles)
-    assert "proven: " in page.js(SAID)
-    ask(page, "The [___:(a] is")
-    page.wait("$('said').className === 'error'")
-    assert "brackets" in page.js(SAID)
-
-
-@slow
 def test_page_proofreads(page, short_run):
     """What is done with changes: test_page.py."""
     model, tokenizer, _ = mdlm.load(short_run)
@@ -222,26 +207,6 @@ def test_page_stops_at_once(page, server):
     while "mdlm_active 0" not in get(f"{server.url}/metrics").text:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-@slow
-def test_two_tabs_get_their_own_texts(page, server):
-    first = page.call("/window", method="GET")
-    second = page.call("/window/new", type="tab")["handle"]
-    found = {}
-    for tab, seed in ((first, 5), (second, 6)):
-        page.call("/window", handle=tab)
-        if tab == second:
-            visit(page, server)
-        ask(page, "The ", seed=seed)  # both are written at once
-    for tab in (first, second):
-        page.call("/window", handle=tab)
-        found[tab] = written(page)
-    page.call("/window", method="DELETE")
-    page.call("/window", handle=first)
-    for tab, seed in ((first, 5), (second, 6)):
-        *_, end = events(server, prompt="The ", max_tokens=12, seed=seed)
-        assert found[tab] == "".join(end["sample"]["tokens"])
 
 
 @slow

@@ -42,6 +42,7 @@ PING_SECONDS = 15.0  # after which a stream without news gets a comment
 LEFT_SECONDS = 0.2  # after which a client that has left is noticed
 WATCH_SECONDS = 0.25  # after which the page is told how many calls were made
 BUILDERS = 2  # requests whose patterns are built at a time
+NOTHING_SENT = 499  # the status of a request whose client has left, as nginx has it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 TYPES |= {500: "server_error", 503: "server_error"}
@@ -60,7 +61,7 @@ ENDS = {
     Full: ("too many requests wait; try again later", None, 429, "queue_full", 1),
     Closed: ("the server stops; try again later", None, 503, "stopping", 5),
     TookTooLong: ("this took too long; ask for fewer tokens", None, 503, "time_limit"),
-    GivenUp: ("the client has left", None, 499),  # as nginx has it: nobody reads this
+    GivenUp: ("the client has left", None, NOTHING_SENT),  # nobody reads this
 }
 
 
@@ -135,7 +136,7 @@ def to_event(content):
 
 # ---- Who may ask
 class Guard:
-    """ASGI middleware: checks who asks, adds headers of safety, and counts."""
+    """ASGI middleware: checks who asks, answers with errors, adds headers of safety, and counts."""
 
     def __init__(self, app, server):
         self.app = app
@@ -143,7 +144,7 @@ class Guard:
 
     async def __call__(self, scope, receive, send):
         began = time.monotonic()
-        status = 499  # if nothing is sent
+        status = NOTHING_SENT
 
         async def watched(message):
             nonlocal status
@@ -158,7 +159,9 @@ class Guard:
         try:
             self.check(scope["path"], Headers(scope=scope))
             await self.app(scope, receive, watched)
-        except Refused as e:
+        except Exception as e:
+            if status != NOTHING_SENT:  # a stream that has begun
+                raise
             await refusal(e)(scope, receive, watched)
         finally:
             self.server.running -= 1
@@ -423,24 +426,16 @@ PATHS = {*WRITES, *SHOWS}
 def make_app(server):
     """The Starlette application."""
 
-    def endpoint(function, *args):
-        async def answer(request):
-            try:
-                return await function(*args, server, request)
-            except Exception as e:
-                return refusal(e)
-
-        return answer
-
     async def explain(request, error):
         return refusal(error)
 
-    posts = [Route(path, endpoint(write, *how), methods=["POST"]) for path, how in WRITES.items()]
-    gets = [Route(path, endpoint(function), methods=["GET"]) for path, function in SHOWS.items()]
-    cors = dict(allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"])
-    allowed = [Middleware(CORSMiddleware, allow_origins=server.options.origins, **cors)]
-    return Starlette(
-        routes=posts + gets,
-        middleware=allowed * bool(server.options.origins) + [Middleware(Guard, server=server)],
-        exception_handlers={HTTPException: explain},
-    )
+    posts = [
+        Route(path, partial(write, *how, server), methods=["POST"]) for path, how in WRITES.items()
+    ]
+    gets = [Route(path, partial(show, server), methods=["GET"]) for path, show in SHOWS.items()]
+    middleware = [Middleware(Guard, server=server)]
+    if origins := server.options.origins:
+        cors = dict(allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"])
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **cors))
+    handlers = {HTTPException: explain}  # of others the Guard makes an answer
+    return Starlette(routes=posts + gets, middleware=middleware, exception_handlers=handlers)

@@ -232,7 +232,7 @@ class Writer:
             told = [-1] * len(rows.x)  # up to where each row was sent
             done = [False] * len(rows.x)
             first = int(rows.samples[0])
-            for step in rows.steps() if has_gap(segments) else ():
+            for step in rows.steps():
                 if not job.stream:
                     continue
                 chunk = max((c for c in chunks if c.first < step.number), key=lambda c: c.first)

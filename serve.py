@@ -86,6 +86,10 @@ class ConcurrencyLimits:
 class Options(Place, RequestLimits, ConcurrencyLimits):
     """All flags."""
 
+    @property
+    def origins(self):
+        return [part.strip() for part in self.origin.split(",") if part.strip()]
+
 
 # ---- The process
 def check(options):
@@ -93,17 +97,13 @@ def check(options):
     if options.host not in products.serving().app.LOOPBACK and not options.api_key:
         what = f"--host={options.host} can be reached from other machines"
         raise UserError(f"{what}; give --api_key=KEY, or leave --host out")
-    for origin in origins(options):
+    for origin in options.origins:
         scheme, _, rest = origin.partition("://")
         if scheme not in ("http", "https") or not rest or "/" in rest:
             what = f"--origin={shown(origin)} is no origin"
             raise UserError(f"{what}; give it as https://example.org, without a path")
     if not options.api_key.isascii() or any(c.isspace() for c in options.api_key):
         raise UserError("--api_key has characters that no header can have; give ASCII, no spaces")
-
-
-def origins(options):
-    return tuple(part.strip() for part in options.origin.split(",") if part.strip())
 
 
 def load(options):
@@ -134,7 +134,7 @@ def sampler(model, tokenizer, settings):
 
 
 def listen(options):
-    """A socket that listens; UserError if that cannot be."""
+    """A socket that listens; UserError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     if os.name != "nt":
@@ -217,30 +217,13 @@ def main(argv):
     writer, name, folders, config, device = load(options)
     checkpoint_score.introduce(folders, options.out_dir)
     parts = products.serving()
-    limits = parts.requests.Limits(
-        options.max_prompts, options.max_n, options.max_tokens, options.max_gap
-    )
-    computes = parts.engine.Engine(device, options.max_active, options.max_waiting)
+    engine = parts.engine.Engine(device, options.max_active, options.max_waiting)
     created = int((folders[0] / "config.json").stat().st_mtime)
-    server = parts.app.Server(computes, writer.prepare, writer.write, name, created, limits)
-    server.host = options.host
-    server.api_key = options.api_key
-    server.origins = origins(options)
-    server.max_body = options.max_body
-    server.time_limit = options.time_limit
+    server = parts.app.Server(engine, writer, name, created, options)
     about = f"{name}: {config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     device_name = "GPU" if device.type == "cuda" else device.type.upper()
-    has_key = bool(options.api_key)
-    server.page = parts.served_page.page(
-        writer.model,
-        writer.filler,
-        writer.tokenizer,
-        about,
-        device_name,
-        has_key,
-        options.max_tokens,
-    )
-    parts.engine.start(computes)
+    server.page = parts.served_page.page(writer, about, device_name, options)
+    parts.engine.start(engine)
     asyncio.run(serve(server, options, sock))
     return 0
 

@@ -131,7 +131,7 @@ def mixed_bodies(writer):
 
 def alone(writer, body):
     """What the server must answer: the texts that are written without a server."""
-    job = requests.read(requests.Completion, json.dumps(body)).to_job(requests.Limits())
+    job = requests.read(requests.Completion, json.dumps(body), serve.Options())
     prepared, _ = writer.prepare(job)
     texts = writer.write(job, prepared, lambda model: model, lambda *_: False)
     return [answers.show(text, job).text for text in texts]

@@ -1,6 +1,7 @@
 """The engine of serve.py: requests that are computed together get what each gets alone."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -114,7 +115,9 @@ def test_two_threads_give_the_same_bits_in_any_call():
     code += "t.check_pieces(4, n_embd=256); t.check_blocks(4, n_embd=256); "
     code += "assert torch.get_num_threads() == 2"
     command = [sys.executable, "-c", code]
-    run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True)
+    # Threads that wait must not take the processor from each other.
+    env = os.environ | dict(OMP_WAIT_POLICY="passive")
+    run = subprocess.run(command, cwd=ROOT / "tests", env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
@@ -168,7 +171,7 @@ def test_requests_together_get_what_each_gets_alone(S):
             Answer(engine, model, lambda m, i=i: texts_of(m, i, **kinds[i % 4])) for i in range(9)
         ]
         assert all(a.wait().equal(b) for a, b in zip(answers, alone))
-    assert engine.counts.calls < 0.6 * engine.counts.views, "calls are merged"
+    assert engine.counts.calls < 0.6 * engine.counts.merged_calls, "calls are merged"
 
 
 def test_short_text_does_not_wait_for_a_long_one():
@@ -252,15 +255,10 @@ def test_limits_of_the_engine():
         with pytest.raises(engines.TookTooLong):
             late.wait()
         second.wait()
-    with pytest.raises(engines.Closed):
-        Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
-
-
-def test_without_a_queue_one_request_is_computed():
-    model = network()
     with running(most_active=1, most_waiting=0) as engine:
         first = Answer(engine, model, lambda m: [texts_of(m, i, steps=30) for i in range(8)])
         with pytest.raises(engines.Full):
             Answer(engine, model, lambda m: texts_of(m, 0, steps=2))
         first.wait()
-        Answer(engine, model, lambda m: texts_of(m, 0, steps=2)).wait()
+    with pytest.raises(engines.Closed):
+        Answer(engine, model, lambda m: texts_of(m, 0, steps=2))

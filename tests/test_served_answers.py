@@ -18,7 +18,7 @@ import mdlm
 import serve
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.data.tokenizer import Tokenizer, train_bpe
-from nanomdlm.support.serving import app, engine, requests, writing
+from nanomdlm.support.serving import app, engine, writing
 
 TEXT = "the cat sat on the mat, and the dog ran to the old red barn. it was late " * 20
 MODELS = dict(whole={}, blocks=dict(block_length=4), ar=dict(objective="ar"))
@@ -45,7 +45,7 @@ def tokenizer_of(kind):
 
 
 @functools.cache
-def client_of(model="whole", tokenizer="char", block_size=32, **limits):
+def client_of(model="whole", tokenizer="char", block_size=32, **options):
     """A client of a server in this process, whose network has random weights."""
     config = mdlm.Config(n_layer=2, n_head=2, n_embd=32, block_size=block_size, dropout=0.0)
     for name, value in MODELS[model].items():
@@ -56,11 +56,10 @@ def client_of(model="whole", tokenizer="char", block_size=32, **limits):
     for p in network.parameters():
         p.data.normal_(0, 0.3)
     writer = writing.Writer(network, network, tokenizer, serve.sampler)
-    computes = engine.Engine(CPU)
+    options = serve.Options(**options)
+    computes = engine.Engine(CPU, options.max_active, options.max_waiting)
     engine.start(computes)
-    server = app.Server(computes, writer.prepare, writer.write, "out", 0, requests.Limits())
-    for name, value in limits.items():
-        setattr(server, name, value)
+    server = app.Server(computes, writer, "out", 0, options)
     return TestClient(app.make_app(server), base_url="http://localhost")
 
 

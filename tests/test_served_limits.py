@@ -1,9 +1,14 @@
 """serve.py: nothing that a client sends stops it, and what real clients send is accepted."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import serve
 
 for package in ("greenlet", "starlette", "uvicorn", "httpx", "pydantic"):
     pytest.importorskip(package)
@@ -14,7 +19,7 @@ from test_serving import post, serving
 
 from nanomdlm.support.constrain import automaton
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.serving import rendering
+from nanomdlm.support.serving import app, rendering
 
 SLOW = r"((\w{50}){50}){50}"  # a pattern whose automaton takes all the time that it gets
 FIX = dict(input="the cat sat on teh mat")
@@ -128,6 +133,24 @@ def test_a_chat_template_has_seconds_and_a_process_of_its_own(monkeypatch):
 
 
 # ---- Bounds of fields
+NAMES = sorted({name for model, _ in app.WRITES.values() for name in model.model_fields})
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=8,
+)
+BODIES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5) | JSON
+
+
+@settings(max_examples=30, deadline=None)
+@given(BODIES)
+def test_any_body_is_answered(body):
+    for path in ("/v1/completions", "/infill", "/v1/chat/completions"):
+        r = client_of().post(path, content=json.dumps(body).encode())
+        assert r.status_code in (200, 400, 404, 422), r.text
+        assert r.status_code == 200 or r.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "1e999", "NaN"])
 def test_every_number_has_bounds(number):
     client = client_of()
@@ -222,16 +245,34 @@ def test_proofreading_takes_characters_that_the_model_does_not_know(text, tokeni
     assert r.status_code == 200 and '"error"' not in r.text and '"done":true' in r.text
 
 
-def test_health_is_seen_without_a_key_and_nothing_else(short_run):
+def test_health_is_seen_without_a_key_and_nothing_else():
     client = client_of(api_key="abc")
     assert client.get("/health").status_code == 200
     for path in ("/v1/models", "/metrics"):
-        assert client.get(path).status_code == 401
+        for key in ("", "Bearer abd", "abc"):
+            r = client.get(path, headers=dict(authorization=key))
+            assert r.status_code == 401 and r.json()["error"]["code"] == "invalid_api_key"
         assert client.get(path, headers=dict(authorization="Bearer abc")).status_code == 200
 
 
+def test_a_host_beyond_this_machine_needs_a_key():
+    with pytest.raises(UserError, match="--api_key"):
+        serve.check(serve.Options(host="0.0.0.0"))
+    serve.check(serve.Options(host="0.0.0.0", api_key="abc"))
+
+
+def test_more_requests_than_may_wait_are_refused():
+    client = client_of(max_active=1, max_waiting=1)
+    body = dict(prompt="a", max_tokens=90, steps=90)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.post("/v1/completions", json=body), range(8)))
+    codes = [answer.status_code for answer in answers]
+    assert set(codes) == {200, 429} and codes.count(200) >= 2
+    assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+
+
 def test_other_sites_are_kept_out_and_allowed_ones_let_in():
-    client = client_of(origins=("https://a.example",))
+    client = client_of(origin="https://a.example")
     asked = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization",

@@ -11,6 +11,7 @@ from webdriver import Browser
 
 import mdlm
 import sample
+import serve
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import filling
 from nanomdlm.support.infill.templates import parse
@@ -21,6 +22,7 @@ import httpx
 from test_engine import network
 from test_serving import get, post, serving, wait_for
 
+from nanomdlm.support.serving import writing
 from nanomdlm.support.web import live_page, served_page
 
 SAID = "$('said').textContent"
@@ -44,12 +46,14 @@ def events(server, **body):
     return found
 
 
-def test_page_is_sent_each_call(server, short_run):
+@pytest.mark.parametrize("prompt", ["The ", ""])
+def test_page_is_sent_each_call(server, short_run, prompt):
     """The text that the frames add up to is that of sample.py."""
     model, tokenizer, _ = mdlm.load(short_run)
-    begin, *found, end = events(server, prompt="The ", max_tokens=12, seed=3)
+    begin, *found, end = events(server, prompt=prompt, max_tokens=12, seed=3)
     frames = [event for event in found if "frame" in event]  # others say that it goes on
-    assert "".join(begin["tokens"]) == "The " and begin["given"] == [True] * 4 + [False] * 12
+    n = len(prompt)
+    assert "".join(begin["tokens"]) == prompt and begin["given"] == [True] * n + [False] * 12
     tokens = list(begin["tokens"])
     for event in frames:
         for i, token, p, likeliest in event["frame"]:
@@ -58,17 +62,8 @@ def test_page_is_sent_each_call(server, short_run):
     assert tokens == end["sample"]["tokens"]
     assert 8 < len(frames) <= end["sample"]["calls"]
     assert end["sample"]["frames"] == [event["frame"] for event in frames]
-    (wanted,) = sample.write(model, tokenizer, "The ", n=1, length=16, seed=3)
+    (wanted,) = sample.write(model, tokenizer, prompt, n=1, length=n + 12, seed=3)
     assert "".join(tokens) == wanted
-
-
-def test_page_writes_from_nothing(server, short_run):
-    """The example "write a text", whose field is empty."""
-    model, tokenizer, _ = mdlm.load(short_run)
-    begin, *_, end = events(server, prompt="", max_tokens=9, seed=4)
-    assert begin["given"] == [False] * 9
-    (wanted,) = sample.write(model, tokenizer, "", n=1, length=9, seed=4)
-    assert "".join(end["sample"]["tokens"]) == wanted
 
 
 @pytest.mark.parametrize("template", ["The [___] is", "The ██ is"])
@@ -101,7 +96,9 @@ def test_page_gets_the_changes_of_sample_fix(server, short_run):
 def test_page_runs_its_own_script_alone(server):
     """And loads nothing from elsewhere."""
     r = get(server.url)
-    rules = dict(rule.split(" ", 1) for rule in r.headers["content-security-policy"].split("; "))
+    rules = dict(
+        rule.split(" ", 1) for rule in re.split(" ?; ", r.headers["content-security-policy"])
+    )
     assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
     assert re.fullmatch(r"'sha256-[\w+/]{43}='", rules["script-src"])
     assert rules["frame-ancestors"] == "'none'"
@@ -120,7 +117,8 @@ def test_page_runs_its_own_script_alone(server):
 def test_page_offers_what_the_model_can(settings, fills, fixes, steps):
     model = network(**settings)
     tokenizer = mdlm.Tokenizer("char", list("abcdefghij"), True)
-    html = served_page.page(model, model, tokenizer, "out", "CPU", True, 100)
+    writer = writing.Writer(model, model, tokenizer, serve.sampler)
+    html = served_page.page(writer, "out", "CPU", serve.Options(api_key="abc"))
     live = json.loads(re.search(r'id="data">(.*?)</script>', html)[1])["live"]
     assert (live["fills"], live["fixes"], live["key"]) == (fills, fixes, True)
     assert live["steps"] == steps and live["blocks"] == (8 if "block_length" in settings else 1)
@@ -130,7 +128,8 @@ def test_page_offers_what_the_model_can(settings, fills, fixes, steps):
 
 def test_examples_are_texts_that_the_model_knows():
     _, tokenizer, config = mdlm.load(ROOT / "weights" / "shakespeare")
-    found = live_page.examples(tokenizer, config, "█", open_gaps=True, fixes=True)
+    can = {"fill", "open", "match", "begin", "fix"}
+    found = live_page.examples(tokenizer, config, "█", can)
     assert [one["what"] for one in found] == ["write", "rank", "write", "write", "rank", "fix"]
     for one in found:
         try:
@@ -186,46 +185,15 @@ def test_page_writes_what_sample_writes(page, short_run):
 
 
 @slow
-def test_page_fills_a_gap_that_must_match(page):
-    pytest.importorskip("outlines_core")
-    ask(page, "The [___:[a-c]{2,3}] is")
-    page.wait(f"{SAID}.startsWith('The likeliest')", 120)
-    texts = page.js("samples.map(s => s.tokens.join(''))")
-    assert texts and all(re.fullmatch("The [a-c]{2,3} is", text) for text in texts)
-    titles = page.js("[...document.querySelectorAll('#samples button')].map(b => b.textContent)")
-    assert all(re.fullmatch(r"[\d.e-]+\xa0% [a-c]{2,3}", title) for title in titles)
-    assert "proven: " in page.js(SAID)
-    ask(page, "The [___:(a] is")
-    page.wait("$('said').className === 'error'")
-    assert "brackets" in page.js(SAID)
-
-
-@slow
 def test_page_proofreads(page, short_run):
-    """Each change can be rejected, by keys too; the text goes to the field."""
+    """What is done with changes: test_page.py."""
     model, tokenizer, _ = mdlm.load(short_run)
-    text = "The valeu of the object is is returned\n"
-    wanted = sample.fix(model, tokenizer, text)
+    text = "The valeu of the “object” is is returned\n"
     ask(page, text, "fix")
     page.wait("writing === null", 120)
-    if not wanted.changes:  # by a network that has hardly been trained
-        changes = [dict(position=4, before="valeu", after="value", kind="swap", gain=3.0)]
-        changes[0] |= dict(p_before=None, p_after=None)
-        page.js(f"(openProof({json.dumps(text)}), 1)")
-        page.js(f"(showParts(toParts({json.dumps(text)}, {json.dumps(changes)})), 1)")
-    else:
-        assert page.js("proofText()") == wanted.text
-    n = page.js("changesShown().length")
-    page.js("(changesShown().forEach(b => { b.focus(); b.click(); }), 1)")
-    assert page.js("proofText()") == text, "all are rejected"
-    page.js("(changesShown()[0].focus(), 1)")
-    page.press("space")
-    assert page.js("changesShown().filter(b => b.ariaPressed === 'true').length") == 1
-    page.js("($('accept').click(), 1)")
-    assert page.js("changesShown().filter(b => b.ariaPressed === 'true').length") == n
-    proof = page.js("proofText()")
-    page.js("($('use').click(), 1)")
-    assert page.js("$('typed').value") == proof != text
+    wanted = sample.fix(model, tokenizer, text)
+    assert page.js("proofText()") == wanted.text
+    assert page.js("changesShown().length") == len(wanted.changes)
 
 
 @slow
@@ -241,26 +209,6 @@ def test_page_stops_at_once(page, server):
     while "mdlm_active 0" not in get(f"{server.url}/metrics").text:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-@slow
-def test_two_tabs_get_their_own_texts(page, server):
-    first = page.call("/window", method="GET")
-    second = page.call("/window/new", type="tab")["handle"]
-    found = {}
-    for tab, seed in ((first, 5), (second, 6)):
-        page.call("/window", handle=tab)
-        if tab == second:
-            visit(page, server)
-        ask(page, "The ", seed=seed)  # both are written at once
-    for tab in (first, second):
-        page.call("/window", handle=tab)
-        found[tab] = written(page)
-    page.call("/window", method="DELETE")
-    page.call("/window", handle=first)
-    for tab, seed in ((first, 5), (second, 6)):
-        *_, end = events(server, prompt="The ", max_tokens=12, seed=seed)
-        assert found[tab] == "".join(end["sample"]["tokens"])
 
 
 @slow
@@ -310,10 +258,6 @@ def test_page_says_what_was_refused(page):
     assert not page.js("$('key').checkVisibility()"), "the server has no key"
     ask(page, "The ", "rank")
     assert "no gap to rank" in page.js(SAID)
-    attack = "<b>a</b>█"
-    ask(page, attack)
-    page.wait("writing === null", 120)
-    assert page.js("document.querySelectorAll('#text b, nav b, #said b').length") == 0
 
 
 @slow

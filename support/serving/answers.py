@@ -65,26 +65,19 @@ class Progress:
     def __init__(self, job):
         self.job = job
         self.sent = ""
-        self.is_done = False
+        self.is_stopped = False  # by a text of `stop`
 
-    def grow(self, text):
-        """What is new of a Text that can only grow."""
-        if self.is_done:
-            return ""
+    def grow(self, text, is_finished):
+        """What is new of a Text; until it is finished, only what cannot change any more."""
         shown = show(text, self.job, checked=len(self.sent))
+        self.is_stopped = bool(shown.stop)
         kept = shown.text
-        if shown.stop:
-            self.is_done = True
-        elif shown.written:
+        if shown.written and not (is_finished or self.is_stopped):
             n = held_back(kept[len(kept) - shown.written :], self.job.stop)
             kept = kept[: len(kept) - n]
         new = kept[len(self.sent) :] if kept.startswith(self.sent) else ""
         self.sent += new
         return new
-
-    def finish(self, text):
-        """What is left of a Text that is finished."""
-        return show(text, self.job).text[len(self.sent) :]
 
 
 def begins_of(pieces, sizes, parts):
@@ -120,62 +113,87 @@ def after_piece(whole, at, piece):
 
 
 def logprobs_of(text, job):
-    """The logprobs of a choice, as OpenAI has them: of the tokens that a client gets, with `echo`
-    of the given ones too. `drawn` (not OpenAI's): log p of each when it was drawn."""
-    if job.logprobs is None:
-        return None
+    """[(TokenLogprob, its text, where that begins)] of the tokens that a client gets.
+
+    With `echo` of the given ones too.
+    """
     shown = show(text, job)
     whole = "".join(part for part, _ in text.parts)
     end = shown.begin + len(shown.text)
-    kept = []
+    found = []
     for token, begin, stop in zip(text.logprobs, text.begins, text.begins[1:]):
         if begin < end and (job.echo or token.drawn is not None):
             begin = max(begin, shown.begin)
-            kept.append((token, whole[begin : min(stop, end)], begin - shown.begin))
-    return dict(
-        tokens=[piece for _, piece, _ in kept],
-        token_logprobs=[token.logp for token, _, _ in kept],
-        top_logprobs=[dict(token.likeliest) for token, _, _ in kept],
-        text_offset=[offset for _, _, offset in kept],
-        drawn=[token.drawn for token, _, _ in kept],
-    )
+            found.append((token, whole[begin : min(stop, end)], begin - shown.begin))
+    return found
 
 
 # ---- Answers
-class Completion:
+class Answer:
+    """The answers of the page: all that it gets are the events that a Writer emits for it.
+
+    Those of other routes have the same methods, and `part` and `last_part` of a stream.
+    """
+
+    def __init__(self, job, model):
+        self.job = job
+        self.model = model
+        self.prompt_tokens = 0
+        self.tokens = 0  # that were written
+
+    def end(self):
+        """What follows the parts of all texts."""
+        return []
+
+
+class Listed(Answer):
+    """The answers of /v1/score and /v1/fix: a list, and the seed where one counts."""
+
+    def whole(self, results):
+        data = [dict(index=i) | one for i, one in enumerate(results)]
+        return dict(object="list", model=self.model, seed=self.job.settings["seed"], data=data)
+
+
+class Completion(Answer):
     """The answers of /v1/completions."""
 
     PREFIX = "cmpl"
     OBJECT = "text_completion"
 
     def __init__(self, job, model):
-        self.job = job
-        self.about = dict(
-            id=f"{self.PREFIX}-{secrets.token_hex(12)}",
-            object=self.OBJECT,
-            created=int(time.time()),
-            model=model,
-        )
-        self.prompt_tokens = 0
-        self.tokens = 0
+        super().__init__(job, model)
+        id = f"{self.PREFIX}-{secrets.token_hex(12)}"
+        self.about = dict(id=id, object=self.OBJECT, created=int(time.time()), model=model)
 
     def usage(self):
-        total = self.prompt_tokens + self.tokens
-        names = ("prompt_tokens", "completion_tokens", "total_tokens")
-        return dict(zip(names, (self.prompt_tokens, self.tokens, total)))
+        return dict(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.tokens,
+            total_tokens=self.prompt_tokens + self.tokens,
+        )
 
     def choice(self, index, written, reason=None, logprobs=None):
         return dict(index=index, text=written, logprobs=logprobs, finish_reason=reason)
 
-    def logprobs(self, text):
-        return logprobs_of(text, self.job)
+    def logprobs(self, found):
+        """The logprobs of a choice, from those of `logprobs_of`. `drawn` (not OpenAI's): log p of
+        each when it was drawn."""
+        return dict(
+            tokens=[piece for _, piece, _ in found],
+            token_logprobs=[token.logp for token, _, _ in found],
+            top_logprobs=[dict(token.likeliest) for token, _, _ in found],
+            text_offset=[offset for _, _, offset in found],
+            drawn=[token.drawn for token, _, _ in found],
+        )
 
     def finished(self, index, written, text):
         """The choice of a Text that is finished."""
         self.tokens += text.tokens
         is_stopped = show(text, self.job).stop or text.is_ended
-        reason = "stop" if is_stopped else "length"
-        return self.choice(index, written, reason, self.logprobs(text))
+        logprobs = None
+        if self.job.n_likeliest is not None:
+            logprobs = self.logprobs(logprobs_of(text, self.job))
+        return self.choice(index, written, "stop" if is_stopped else "length", logprobs)
 
     def whole(self, texts):
         """The answer with all texts."""
@@ -190,9 +208,8 @@ class Completion:
         return self.about | dict(choices=[self.finished(index, new, text)])
 
     def end(self):
-        """What follows the parts of all texts."""
-        usage = [self.about | dict(choices=[], usage=self.usage())] * self.job.include_usage
-        return [*usage, "[DONE]"]
+        usage = [self.about | dict(choices=[], usage=self.usage())]
+        return [*usage * bool(self.job.stream_options.include_usage), "[DONE]"]
 
 
 class Chat(Completion):
@@ -215,31 +232,25 @@ class Chat(Completion):
         name = "delta" if self.job.stream else "message"
         return {"index": index, name: message, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, text):
+    def logprobs(self, found):
         """As OpenAI has it for conversations."""
-        if (shown := super().logprobs(text)) is None:
-            return None
 
         def entry(token, logp):
             return dict(token=token, logprob=logp, bytes=list(token.encode()))
 
-        each = zip(shown["tokens"], shown["token_logprobs"], shown["top_logprobs"], shown["drawn"])
         content = [
-            entry(token, logp)
-            | dict(drawn=drawn, top_logprobs=[entry(*pair) for pair in top.items()])
-            for token, logp, top, drawn in each
+            entry(piece, token.logp)
+            | dict(drawn=token.drawn, top_logprobs=[entry(*pair) for pair in token.likeliest])
+            for token, piece, _ in found
         ]
         return dict(content=content)
 
 
-class Infill:
+class Infill(Answer):
     """The answers of /infill."""
 
     def __init__(self, job, model):
-        self.job = job
-        self.model = model
-        self.prompt_tokens = 0
-        self.tokens = 0
+        super().__init__(job, model)
         self.began = time.monotonic()
 
     def whole(self, texts):
@@ -270,10 +281,8 @@ class Infill:
             generation_settings=dict(self.job.settings, n_predict=self.job.max_tokens),
             timings=timings,
         )
-        return every if self.job.fields is None else picked(every, self.job.fields)
-
-    def end(self):
-        return []
+        fields = self.job.response_fields
+        return every if fields is None else picked(every, fields)
 
 
 def timings_of(what, n, ms):
@@ -285,34 +294,5 @@ def timings_of(what, n, ms):
 def picked(answer, paths):
     """Those fields of an answer that are there, as llama.cpp has it: "timings/predicted_n" too, by
     that name."""
-    found = {}
-    for path in paths:
-        value = answer
-        for name in path.split("/"):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
-            found[path] = value
-    return found
-
-
-class Listed:
-    """The answers of /v1/score and /v1/fix: a list, and the seed where one counts."""
-
-    def __init__(self, job, model):
-        self.about = dict(object="list", model=model, seed=job.settings["seed"])
-        self.prompt_tokens = 0
-        self.tokens = 0
-
-    def whole(self, results):
-        return self.about | dict(data=[dict(index=i) | one for i, one in enumerate(results)])
-
-
-class Watched:
-    """The answers of the page: all that it gets are the events that a Writer emits for it."""
-
-    def __init__(self, job, model):
-        self.prompt_tokens = 0
-        self.tokens = 0
-
-    def end(self):
-        return []
+    every = answer | {f"timings/{name}": value for name, value in answer["timings"].items()}
+    return {path: every[path] for path in paths if path in every}

@@ -6,18 +6,18 @@ No text of a client is in any log, and in no error beyond the words that it is a
 """
 
 import asyncio
-import base64
 import contextlib
-import hashlib
 import hmac
 import json
 import re
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -34,11 +34,15 @@ from nanomdlm.support.errors import TooLong, UserError
 from nanomdlm.support.serving import answers, requests
 from nanomdlm.support.serving.engine import Closed, Engine, Full, GivenUp, Request, TookTooLong
 from nanomdlm.support.serving.metrics import Metrics
+from nanomdlm.support.serving.requests import Refused
+from nanomdlm.support.serving.writing import Writer
 
 BODY_SECONDS = 30.0  # in which a body must have come
 PING_SECONDS = 15.0  # after which a stream without news gets a comment
+LEFT_SECONDS = 0.2  # after which a client that has left is noticed
 WATCH_SECONDS = 0.25  # after which the page is told how many calls were made
 BUILDERS = 2  # requests whose patterns are built at a time
+NOTHING_SENT = 499  # the status of a request whose client has left, as nginx has it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 TYPES |= {500: "server_error", 503: "server_error"}
@@ -52,6 +56,13 @@ HEADERS = {
 }
 # Without a key: programs that watch a server have none; the page asks for it.
 OPEN = ("/health", "/")
+# What ends a request, as the arguments of Refused.
+ENDS = {
+    Full: ("too many requests wait; try again later", None, 429, "queue_full", 1),
+    Closed: ("the server stops; try again later", None, 503, "stopping", 5),
+    TookTooLong: ("this took too long; ask for fewer tokens", None, 503, "time_limit"),
+    GivenUp: ("the client has left", None, NOTHING_SENT),  # nobody reads this
+}
 
 
 @dataclass
@@ -59,16 +70,10 @@ class Server:
     """What the routes share."""
 
     engine: Engine
-    prepare: Callable  # prepare(job) -> (what `write` needs, tokens of given text); UserError
-    write: Callable  # write(job, prepared, stand_in, emit) -> what answers make JSON of
+    writer: Writer
     name: str  # of the model
     created: int  # when its checkpoint was written, Unix time
-    limits: requests.Limits
-    host: str = "127.0.0.1"
-    api_key: str = ""
-    origins: tuple = ()
-    max_body: int = 1 << 20
-    time_limit: float = 600.0
+    options: Any  # serve.Options
     page: str = ""
     metrics: Metrics = field(default_factory=Metrics)
     building: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BUILDERS))
@@ -77,51 +82,44 @@ class Server:
     preparing: int = 0  # those of them that are not in the engine yet
 
 
-class Refused(Exception):
-    """An answer that is an error."""
-
-    def __init__(self, status, message, param=None, code=None, wait=None):
-        super().__init__(message)
-        kind = TYPES.get(status, "invalid_request_error")
-        self.status = status
-        self.content = {"error": dict(message=message, type=kind, param=param, code=code)}
-        self.headers = {"retry-after": str(wait)} if wait else {}
-
-    def response(self):
-        return to_response(self.content, self.status, self.headers)
-
-
 def explained(error):
     """The Refused of any exception of a request."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):  # of Starlette: 404 and 405
-        return Refused(error.status_code, f"{error.detail}: see docs/serving.md for the paths")
-    if isinstance(error, requests.Invalid):
-        return Refused(error.status, str(error), error.param, error.code)
+        sentence = f"{error.detail}: see docs/serving.md for the paths"
+        return Refused(sentence, status=error.status_code)
     if isinstance(error, UserError):
         # Flags of sample.py, as fields of a request.
         sentence = re.sub(r"--(?=\w)", "", str(error)).replace("max_gap", "max_tokens")
         name = sentence.partition("=")[0]
         param = name if name in (*requests.SETTINGS, "passes") else None
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
-        return Refused(400, sentence, param, code)
-    if isinstance(error, Full):
-        return Refused(429, "too many requests wait; try again later", code="queue_full", wait=1)
-    if isinstance(error, Closed):
-        return Refused(503, "the server stops; try again later", code="stopping", wait=5)
-    if isinstance(error, TookTooLong):
-        what = "the request took longer than this server allows; ask for fewer tokens"
-        return Refused(503, what, code="time_limit")
-    if isinstance(error, GivenUp):
-        return Refused(499, "the client has left")  # as nginx has it: nobody reads this
+        return Refused(sentence, param, code=code)
+    if type(error) in ENDS:
+        return Refused(*ENDS[type(error)])
     if out_of_memory.is_full(error):
         what = "out of memory; try again later, or ask for fewer tokens"
-        return Refused(503, what, code="memory", wait=5)
+        return Refused(what, status=503, code="memory", wait=5)
     at = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(at[-1].filename).name}:{at[-1].lineno}" if at else ""
     warn(f"serve.py: a request failed with {type(error).__name__}{where}")
-    return Refused(500, "the server failed at this request; its log says where", code="failed")
+    what = "the server failed at this request; its log says where"
+    return Refused(what, status=500, code="failed")
+
+
+def error_of(refused):
+    """The JSON of a Refused."""
+    kind = TYPES.get(refused.status, "invalid_request_error")
+    about = dict(message=str(refused), type=kind, param=refused.param, code=refused.code)
+    return dict(error=about)
+
+
+def refusal(error):
+    """The response to any exception of a request."""
+    refused = explained(error)
+    headers = {"retry-after": str(refused.wait)} if refused.wait else None
+    return to_response(error_of(refused), refused.status, headers)
 
 
 def to_response(content, status=200, headers=None):
@@ -138,7 +136,7 @@ def to_event(content):
 
 # ---- Who may ask
 class Guard:
-    """ASGI middleware: checks who asks, adds headers of safety, and counts."""
+    """ASGI middleware: checks who asks, answers with errors, adds headers of safety, and counts."""
 
     def __init__(self, app, server):
         self.app = app
@@ -146,7 +144,7 @@ class Guard:
 
     async def __call__(self, scope, receive, send):
         began = time.monotonic()
-        status = 499  # if nothing is sent
+        status = NOTHING_SENT
 
         async def watched(message):
             nonlocal status
@@ -161,8 +159,10 @@ class Guard:
         try:
             self.check(scope["path"], Headers(scope=scope))
             await self.app(scope, receive, watched)
-        except Refused as e:
-            await e.response()(scope, receive, watched)
+        except Exception as e:
+            if status != NOTHING_SENT:  # a stream that has begun
+                raise
+            await refusal(e)(scope, receive, watched)
         finally:
             self.server.running -= 1
             path = "/v1/models" if scope["path"].startswith("/v1/models/") else scope["path"]
@@ -174,31 +174,32 @@ class Guard:
         made to point here, and without the key."""
         for name in ("host", "origin", "authorization"):
             if len(headers.getlist(name)) > 1:
-                raise Refused(400, f"the request has two headers {name}; send one")
-        server = self.server
+                raise Refused(f"the request has two headers {name}; send one")
+        options = self.server.options
         host = headers.get("host", "")
         name = re.sub(r":\d*$", "", host).strip("[]")
-        known = [*LOOPBACK, *(re.sub(r"^https?://|:\d+$", "", each) for each in server.origins)]
-        if server.host in LOOPBACK and name not in known:
+        known = [*LOOPBACK, *(re.sub(r"^https?://|:\d+$", "", each) for each in options.origins)]
+        if options.host in LOOPBACK and name not in known:
             what = "this server answers to localhost alone; use that name, or give --origin"
-            raise Refused(403, what)
+            raise Refused(what, status=403)
         origin = headers.get("origin", "")
-        if origin and origin not in (f"http://{host}", f"https://{host}", *server.origins):
+        if origin and origin not in (f"http://{host}", f"https://{host}", *options.origins):
             what = "pages of other sites may not use this server; allow them by --origin"
-            raise Refused(403, what)
+            raise Refused(what, status=403)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         # The comparison takes as long for any wrong key.
-        is_right = hmac.compare_digest(given.encode(), server.api_key.encode())
-        if server.api_key and path not in OPEN and not is_right:
+        is_right = hmac.compare_digest(given.encode(), options.api_key.encode())
+        if options.api_key and path not in OPEN and not is_right:
             what = "the key is missing or wrong; send the header Authorization: Bearer KEY"
-            raise Refused(401, what, code="invalid_api_key")
+            raise Refused(what, status=401, code="invalid_api_key")
 
 
 # ---- Requests that write
 async def read_body(request, limit):
     """The bytes of a body; Refused for one that is too large or too slow."""
-    too_large = Refused(413, f"the body has more than {limit} bytes; send less", code="too_large")
+    what = f"the body has more than {limit} bytes; send less"
+    too_large = Refused(what, status=413, code="too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit:
         raise too_large
@@ -215,16 +216,11 @@ async def read_body(request, limit):
         return await asyncio.wait_for(parts(), BODY_SECONDS)
     except asyncio.TimeoutError:
         what = f"the body did not come within {BODY_SECONDS:g} s; send it faster"
-        raise Refused(408, what, code="too_slow") from None
-
-
-async def until_disconnected(receive):
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        raise Refused(what, status=408, code="too_slow") from None
 
 
 async def prepared(server, job):
-    """What `server.prepare` makes of a Job, in a thread: patterns may take seconds to build. Once
+    """What Writer.prepare makes of a job, in a thread: patterns may take seconds to build. Once
     nobody waits for it, the thread ends."""
     left = threading.Event()
 
@@ -237,33 +233,40 @@ async def prepared(server, job):
     still_wanted.set(check)  # in the context that asyncio.to_thread copies
     try:
         async with server.building if job.must_match else contextlib.nullcontext():
-            return await asyncio.to_thread(server.prepare, job)
+            return await asyncio.to_thread(server.writer.prepare, job)
     finally:
         left.set()
 
 
 class Computation:
-    """A Job that the engine computes. `next` gives what it emits, pairs (what, value): "part" of a
+    """A job that the engine computes. `next` gives what it emits, pairs (what, value): "part" of a
     stream, and at last "done" or "failed"."""
 
     def __init__(self, server, job, work, answer, deadline):
         loop = asyncio.get_running_loop()
+        self.server = server
         self.job = job
         self.answer = answer
         self.queue = asyncio.Queue()
-        self.progress = {}
+        self.progress = defaultdict(partial(answers.Progress, job))
 
         def emit(what, value):
             loop.call_soon_threadsafe(self.queue.put_nowait, (what, value))
 
         def done(result, error):
-            emit(*(("failed", error) if error else ("done", result)))
+            emit("failed" if error else "done", error or result)
 
         self.emit = emit
         self.request = Request(
-            lambda stand_in: server.write(job, work, stand_in, self.part), done, deadline
+            lambda stand_in: server.writer.write(job, work, stand_in, self.part), done, deadline
         )
         server.engine.submit(self.request)
+
+    def finish(self):
+        """End it, if it is not done, and count it."""
+        self.request.give_up()
+        self.server.metrics.prompt_tokens += self.answer.prompt_tokens
+        self.server.metrics.tokens += self.answer.tokens
 
     def part(self, index, text, is_finished=False):
         """Emit what is new of a Text; returns whether the client needs no more of it. (In the
@@ -272,14 +275,13 @@ class Computation:
             self.emit("part", dict(tried=self.request.calls) | text)
         if self.job.watch or not self.job.stream:
             return False
-        if index not in self.progress:
-            self.progress[index] = answers.Progress(self.job)
         progress = self.progress[index]
+        new = progress.grow(text, is_finished)
         if is_finished:
-            self.emit("part", self.answer.last_part(index, progress.finish(text), text))
-        elif new := progress.grow(text):
+            self.emit("part", self.answer.last_part(index, new, text))
+        elif new:
             self.emit("part", self.answer.part(index, new))
-        return progress.is_done
+        return progress.is_stopped
 
     async def next(self, patience):
         """The next pair; ("ping", None) if there is no news for `patience` seconds."""
@@ -301,86 +303,80 @@ class Computation:
                 yield ": still writing\n\n"
             what, value = await self.next(patience)
         if what == "failed":
-            yield to_event(explained(value).content)
+            yield to_event(error_of(explained(value)))
         for event in self.answer.end():
             yield to_event(event)
 
 
-async def within(work, left, deadline):
+async def within(work, request, deadline):
     """The result of a coroutine, unless the client leaves or the time is over before."""
     task = asyncio.ensure_future(work)
-    seconds = max(0.0, deadline - time.monotonic())
-    await asyncio.wait((task, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
+    try:
+        while not task.done():
+            if await request.is_disconnected():
+                raise GivenUp()
+            if time.monotonic() > deadline:
+                raise TookTooLong()
+            await asyncio.wait((task,), timeout=LEFT_SECONDS)
         return task.result()
-    task.cancel()
-    raise GivenUp() if left.done() else TookTooLong()
+    finally:
+        task.cancel()
 
 
 async def write(model, make_answer, server, request):
     """Answer a request that writes. model: of its fields."""
-    deadline = time.monotonic() + server.time_limit
+    options = server.options
+    deadline = time.monotonic() + options.time_limit
     if server.draining:
         raise Closed()
-    body = requests.read(model, await read_body(request, server.max_body))
-    job = body.to_job(server.limits)
+    job = requests.read(model, await read_body(request, options.max_body), options)
     if model is not requests.Infill:  # editors name any
-        check_name(server, getattr(body, "model", None))
+        check_name(server, job.model)
     waiting, active = server.engine.waiting()
     if waiting + active + server.preparing >= server.engine.room:
         raise Full()
     answer = make_answer(job, server.name)
-    left = asyncio.ensure_future(until_disconnected(request.receive))
-    computation = None
+    server.preparing += 1
     try:
-        server.preparing += 1
-        try:
-            work, answer.prompt_tokens = await within(prepared(server, job), left, deadline)
-        finally:
-            server.preparing -= 1
-        computation = Computation(server, job, work, answer, deadline)
-        if job.stream:
-            first = await within(computation.next(PING_SECONDS), left, deadline)
-            if first[0] == "failed":
-                raise first[1]
-            stream = Stream(server, computation, first)
-            computation = None  # the Stream finishes it
-            return stream
+        work, answer.prompt_tokens = await within(prepared(server, job), request, deadline)
+    finally:
+        server.preparing -= 1
+    computation = Computation(server, job, work, answer, deadline)
+    stream = None
+    try:
         # The engine itself ends what takes too long.
-        what, value = await within(computation.next(None), left, deadline + PING_SECONDS)
+        patience = PING_SECONDS if job.stream else None
+        first = await within(computation.next(patience), request, deadline + PING_SECONDS)
+        what, value = first
         if what == "failed":
             raise value
-        return to_response(answer.whole(value))
+        if not job.stream:
+            return to_response(answer.whole(value))
+        stream = Stream(computation, first)
+        return stream
     finally:
-        left.cancel()
-        if computation:
-            finish(server, computation)
+        if stream is None:  # which finishes it itself
+            computation.finish()
 
 
 class Stream(StreamingResponse):
     """The events of a Computation, which ends when the client leaves."""
 
-    def __init__(self, server, computation, first):
+    def __init__(self, computation, first):
         super().__init__(computation.events(first), media_type="text/event-stream")
-        self.finish = lambda: finish(server, computation)
+        self.computation = computation
 
     async def __call__(self, scope, receive, send):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.finish()
-
-
-def finish(server, computation):
-    computation.request.give_up()
-    server.metrics.prompt_tokens += computation.answer.prompt_tokens
-    server.metrics.tokens += computation.answer.tokens
+            self.computation.finish()
 
 
 def check_name(server, name):
     if name and name != server.name:  # "": clients that need none
         what = f"there is no model of that name here; give {server.name}"
-        raise Refused(404, what, "model", "model_not_found")
+        raise Refused(what, "model", 404, "model_not_found")
 
 
 # ---- Other requests
@@ -397,12 +393,9 @@ async def show_health(server, request):
 
 
 async def show_page(server, request):
-    """The page, whose one script alone may run."""
-    script = re.search(r"<script>(.*?)</script>", server.page, re.DOTALL)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    policy += "; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    headers = {"content-security-policy": policy}
+    """The page, by its own policy, with which its one script alone may run."""
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)', server.page)[1]
+    headers = {"content-security-policy": f"{policy}; frame-ancestors 'none'"}
     return Response(server.page, 200, headers, "text/html")
 
 
@@ -418,7 +411,7 @@ WRITES = {
     "/infill": (requests.Infill, answers.Infill),
     "/v1/fix": (requests.Fix, answers.Listed),
     "/v1/score": (requests.Score, answers.Listed),
-    "/page": (requests.Page, answers.Watched),  # what the page calls
+    "/page": (requests.Page, answers.Answer),  # what the page calls
 }
 SHOWS = {
     "/v1/models": show_models,
@@ -433,24 +426,16 @@ PATHS = {*WRITES, *SHOWS}
 def make_app(server):
     """The Starlette application."""
 
-    def endpoint(function, *args):
-        async def answer(request):
-            try:
-                return await function(*args, server, request)
-            except Exception as e:
-                return explained(e).response()
-
-        return answer
-
     async def explain(request, error):
-        return explained(error).response()
+        return refusal(error)
 
-    posts = [Route(path, endpoint(write, *how), methods=["POST"]) for path, how in WRITES.items()]
-    gets = [Route(path, endpoint(function), methods=["GET"]) for path, function in SHOWS.items()]
-    cors = dict(allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"])
-    allowed = [Middleware(CORSMiddleware, allow_origins=server.origins, **cors)]
-    return Starlette(
-        routes=posts + gets,
-        middleware=allowed * bool(server.origins) + [Middleware(Guard, server=server)],
-        exception_handlers={HTTPException: explain},
-    )
+    posts = [
+        Route(path, partial(write, *how, server), methods=["POST"]) for path, how in WRITES.items()
+    ]
+    gets = [Route(path, partial(show, server), methods=["GET"]) for path, show in SHOWS.items()]
+    middleware = [Middleware(Guard, server=server)]
+    if origins := server.options.origins:
+        cors = dict(allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"])
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **cors))
+    handlers = {HTTPException: explain}  # of others the Guard makes an answer
+    return Starlette(routes=posts + gets, middleware=middleware, exception_handlers=handlers)

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import nn
 
-from nanomdlm.support.cli import environment, out_of_memory
+from nanomdlm.support.cli import out_of_memory
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.infill.batching import are_alike, compute
 from nanomdlm.support.infill.model_calls import call_size
@@ -50,8 +51,8 @@ class Closed(Exception):
 class Standin:
     """Stands in for a model, in a request: its calls wait until the engine has computed them."""
 
-    def __init__(self, model, greenlet):
-        self.__dict__.update(model=model, greenlet=greenlet)
+    def __init__(self, model):
+        self.model = model
 
     def __getattr__(self, name):
         return getattr(self.model, name)
@@ -59,22 +60,21 @@ class Standin:
     def __call__(self, view, *more, **rows):
         if not isinstance(view, View):
             view = self.model.objective.view(view, *more, **rows)
-        return self.greenlet.getcurrent().parent.switch((self.model, view))
+        return getcurrent().parent.switch((self.model, view))
 
     def calibrated(self):
-        return Standin(calibrated(self.model), self.greenlet)
+        return Standin(calibrated(self.model))
 
 
 @dataclass
 class Request:
     """A function that is computed, and who is told what comes of it."""
 
-    work: Callable  # work(model) -> its result; `model` is a function: model -> Standin
+    work: Callable  # work(Standin) -> its result
     done: Callable  # done(result, error) is called once, in the engine's thread; one is None
     deadline: float = float("inf")  # time.monotonic() after which it ends
     error: Exception | None = None  # is raised in it at its next network call
-    seconds: float = 0.0  # that its part of network calls took
-    greenlet: Any = None
+    thread: greenlet | None = None  # once it has begun
     waits_for: Any = None  # (model, View)
     calls: int = 0
 
@@ -88,15 +88,13 @@ class Counts:
     """What an engine has done so far."""
 
     calls: int = 0  # network calls
-    views: int = 0  # calls of requests, which they were merged from
-    sequences: int = 0
-    tokens: int = 0  # that the network saw
-    seconds: float = 0.0  # in the network
-    busy_seconds: float = 0.0  # in all
-    shed: int = 0  # merged calls that were taken apart, as memory was full
-    failed: int = 0
-    finished: int = 0
-    given_up: int = 0
+    merged_calls: int = 0  # calls of requests that these were
+    rows: int = 0  # sequences in network calls
+    network_tokens: int = 0  # tokens in network calls
+    network_seconds: float = 0.0  # seconds in network calls
+    busy_seconds: float = 0.0  # seconds of work
+    shed: int = 0  # calls taken apart as memory was full
+    given_up: int = 0  # requests whose clients had left
 
 
 @dataclass
@@ -120,7 +118,6 @@ class Engine:
         self.closing = False
         self.quick = {}  # id of a model -> (the model, what compute_once makes of it)
         self.most_sequences = None  # in a call, after memory was full
-        self.greenlet = environment.optional("greenlet", "serve.py")
 
     @property
     def room(self):
@@ -162,7 +159,8 @@ class Engine:
             self.begin_new()
             self.end_some()
             if self.active:
-                self.call_network()
+                for request, logits, error in self.computed(self.choose()):
+                    self.resume(request, logits, error)
             self.counts.busy_seconds += time.monotonic() - began
         while self.active:
             self.resume(self.active.popleft(), error=Closed())
@@ -187,37 +185,29 @@ class Engine:
 
     def resume(self, request, logits=None, error=None):
         """Run a request until it waits for the network again, or ends."""
-        if request.greenlet is None:
+        if request.thread is None:
             self.n_active += 1
             if error or request.error:
                 self.finish(request, None, error or request.error)
                 return
-            request.greenlet = self.greenlet.greenlet(lambda *_: request.work(self.stand_in))
+            request.thread = greenlet(lambda *_: request.work(Standin))
         try:
             if error:
-                answer = request.greenlet.throw(error)
+                answer = request.thread.throw(error)
             else:
-                answer = request.greenlet.switch(logits)
+                answer = request.thread.switch(logits)
         except Exception as e:
             self.finish(request, None, e)
             return
-        if request.greenlet.dead:
+        if request.thread.dead:
             self.finish(request, answer, None)
         else:
             request.waits_for = answer
             self.active.append(request)
 
-    def stand_in(self, model):
-        return Standin(model, self.greenlet)
-
     def finish(self, request, result, error):
         self.n_active -= 1
-        if isinstance(error, (GivenUp, Closed)):
-            self.counts.given_up += 1
-        elif error:
-            self.counts.failed += 1
-        else:
-            self.counts.finished += 1
+        self.counts.given_up += isinstance(error, (GivenUp, Closed))
         with contextlib.suppress(RuntimeError):  # whom to tell is gone: the server has stopped
             request.done(result, error)
 
@@ -245,11 +235,6 @@ class Engine:
         self.active = kept
         return chosen
 
-    def call_network(self):
-        chosen = self.choose()
-        for request, logits, error in self.computed(chosen):
-            self.resume(request, logits, error)
-
     def computed(self, requests):
         """[(request, its logits or None, an error or None)] of one call.
 
@@ -262,7 +247,8 @@ class Engine:
             error = e
         is_full = out_of_memory.is_full(error)
         if is_full:
-            free_memory(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
             self.counts.shed += 1
             n = sum(len(request.waits_for[1].ids) for request in requests)
             self.most_sequences = max(1, n // 2)
@@ -276,17 +262,14 @@ class Engine:
         views = [request.waits_for[1] for request in requests]
         began = time.monotonic()
         results = compute(self.quick_model(model, views[0]), views)
-        seconds = time.monotonic() - began
         counts = self.counts
         counts.calls += 1
-        counts.views += len(views)
-        counts.sequences += sum(len(view.ids) for view in views)
-        n = sum(view.ids.numel() for view in views)
-        counts.tokens += n
-        counts.seconds += seconds
-        for request, view in zip(requests, views):
+        counts.merged_calls += len(views)
+        counts.rows += sum(len(view.ids) for view in views)
+        counts.network_tokens += sum(view.ids.numel() for view in views)
+        counts.network_seconds += time.monotonic() - began
+        for request in requests:
             request.calls += 1
-            request.seconds += seconds * view.ids.numel() / n
         return results
 
     def quick_model(self, model, view):
@@ -311,11 +294,6 @@ def most_sequences(model, view, device):
         return max(1, most)
     tokens = (1 << 10) if device.type == "cpu" else (1 << 15)
     return max(1, tokens // view.ids.shape[1])
-
-
-def free_memory(device):
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def start(engine):

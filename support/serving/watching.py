@@ -19,7 +19,9 @@ def show(writer, segments, job, emit):
     (rows,) = writer.batches(segments, 1, job.kind == "template")
     ids = torch.tensor(to_ids(segments, mask), dtype=torch.int64)
     film = HtmlRecorder(writer.tokenizer, ids, mask)
-    n = length_without_end(rows.x[0].tolist(), writer.tokenizer)
+    ids = rows.x[0].tolist()
+    end = writer.tokenizer.end_id
+    n = ids.index(end) if end in ids else len(ids)
     tokens, given = film.shown()
     steps = sum(chunk.steps for chunk in rows.chunks())
     emit(0, dict(tokens=tokens[:n], given=given[:n], steps=steps))
@@ -63,8 +65,3 @@ def still(tokenizer, one):
     ]
     given = [logp is None for logp in one.drawn]
     return dict(tokens=tokens, given=given, frames=[frame])
-
-
-def length_without_end(ids, tokenizer):
-    """How many ids precede [END]."""
-    return ids.index(tokenizer.end_id) if tokenizer.end_id in ids else len(ids)

@@ -1,4 +1,4 @@
-"""Writes what Jobs ask for, as sample.py does.
+"""Writes what requests ask for, as sample.py does. A "job" is a model of requests.py.
 
 First `prepare`, in any thread, and then `write`, in a greenlet of the engine (engine.py).
 """
@@ -20,7 +20,7 @@ from nanomdlm.support.infill import templates
 from nanomdlm.support.infill.probabilities import score, token_logprobs
 from nanomdlm.support.infill.templates import Gap, one_of, to_ids, to_texts
 from nanomdlm.support.serving.answers import Text, begins_of
-from nanomdlm.support.serving.requests import Invalid
+from nanomdlm.support.serving.requests import Refused
 from nanomdlm.support.serving.watching import show, show_fills
 
 MOST_PATTERNS = 64  # gaps of a request that must match,
@@ -44,7 +44,7 @@ class Writer:
 
     # ---- Before anything is computed
     def prepare(self, job):
-        """([the segments of each prompt], tokens of given text) of a Job.
+        """([the segments of each prompt], tokens of given text) of a job.
 
         All is counted before the patterns of gaps are built, which takes longest. Raises UserError
         for what cannot be written.
@@ -76,7 +76,7 @@ class Writer:
     def check_patterns(self, n, size=0):
         if n > MOST_PATTERNS or size > MOST_PATTERN_SIZE:
             limits = f"{MOST_PATTERNS} gaps that must match, of {MOST_PATTERN_SIZE} characters"
-            raise Invalid(f"a request may have {limits}", status=422, code="too_large")
+            raise Refused(f"a request may have {limits}", status=422, code="too_large")
 
     def check_length(self, n, limit=None):
         limit = self.max_prompt if limit is None else min(limit, self.max_prompt)
@@ -107,17 +107,17 @@ class Writer:
         return text
 
     def of_messages(self, messages):
-        """The messages of a conversation as a prompt; Invalid if the model cannot answer them."""
+        """The messages of a conversation as a prompt; Refused if the model cannot answer them."""
         config = self.model.config
         if config.chat_column:
             return json.dumps(messages, ensure_ascii=False)
         how = dict(param="messages", code="unsupported")
         if not config.prompt_column:
             what = "this model has learned no conversations; use /v1/completions"
-            raise Invalid(what, **how)
+            raise Refused(what, **how)
         if len(messages) != 1 or messages[0]["role"] != "user":
             what = "this model has learned answers to single prompts; send one message of the user"
-            raise Invalid(what, **how)
+            raise Refused(what, **how)
         return messages[0]["content"]
 
     def with_gaps(self, job, prompt):
@@ -128,7 +128,7 @@ class Writer:
             return [self.given(text, config, 0)] if job.echo else []
         if config.prompt_column:
             what = "this model answers prompts, it fills no gaps; send a prompt without a suffix"
-            raise Invalid(what, "suffix", code="unsupported")
+            raise Refused(what, "suffix", code="unsupported")
         L = config.block_size
         if job.kind == "template":
             marks = [mark[-1] in ":|" for mark in templates.GAP.findall(prompt)]
@@ -165,7 +165,7 @@ class Writer:
 
     # ---- Writing
     def write(self, job, prepared, stand_in, emit):
-        """The answers.Texts of all prompts of a Job: n of the first, then n of the second ... (Of
+        """The answers.Texts of all prompts of a job: n of the first, then n of the second ... (Of
         "score" and "fix": dicts.)
 
         emit(index, text, is_finished): what of a Text cannot change any more, and at last all of
@@ -176,12 +176,7 @@ class Writer:
             scores = score(model, self.tokenizer, prepared, job.passes, job.settings["seed"])
             return [dict(object="score") | one._asdict() for one in scores]
         if job.kind == "fix":
-            fix = products.proofreading().fix
-            found = [fix(model, self.tokenizer, text, job.caution) for text in prepared]
-            fixed = [
-                dict(text=one.text, changes=[change._asdict() for change in one.changes])
-                for one in found
-            ]
+            fixed = [self.fixed(model, text, job.caution) for text in prepared]
             if job.watch:
                 emit(0, dict(done=True, changes=fixed[0]["changes"]))
             return fixed
@@ -189,9 +184,10 @@ class Writer:
         texts = []
         for segments in prepared:
             tell = partial(tell_from, emit, len(texts))
-            if job.watch:
-                show_fills_or = show_fills if is_searched(job, segments) else show
-                show_fills_or(writer, segments, job, emit)
+            if job.watch and is_searched(job, segments):
+                show_fills(writer, segments, job, emit)
+            elif job.watch:
+                show(writer, segments, job, emit)
             elif not has_gap(segments):
                 texts += self.keep(writer, segments, job, tell)
             elif job.goes_on:
@@ -199,6 +195,10 @@ class Writer:
             else:
                 texts += self.fill(writer, segments, job, tell)
         return texts
+
+    def fixed(self, model, text, caution):
+        text, changes = products.proofreading().fix(model, self.tokenizer, text, caution)
+        return dict(text=text, changes=[change._asdict() for change in changes])
 
     def keep(self, writer, segments, job, tell):
         """Texts to which nothing is added (max_tokens 0): echoed, perhaps with their scores."""
@@ -232,7 +232,7 @@ class Writer:
             told = [-1] * len(rows.x)  # up to where each row was sent
             done = [False] * len(rows.x)
             first = int(rows.samples[0])
-            for step in rows.steps() if has_gap(segments) else ():
+            for step in rows.steps():
                 if not job.stream:
                     continue
                 chunk = max((c for c in chunks if c.first < step.number), key=lambda c: c.first)
@@ -242,7 +242,7 @@ class Writer:
                         told[row] = final[row]
                         text, _ = self.text_of(segments, ids[: final[row]], job)
                         done[row] |= tell(first + row, text, False)
-                if all(done) and job.logprobs is None:  # those are of finished texts
+                if all(done) and job.n_likeliest is None:  # those are of finished texts
                     break
             for row, (ids, drawn) in enumerate(zip(rows.x.tolist(), rows.drawn)):
                 text, shape = self.text_of(segments, ids, job)
@@ -270,7 +270,7 @@ class Writer:
         With `echo` each is given the tokens before it: their sums are log p, as harnesses that
         score texts need it. Else each is given all others.
         """
-        if job.logprobs is None:
+        if job.n_likeliest is None:
             return
         sizes = [segment.size for segment in segments]
         n = sum(sizes)
@@ -279,7 +279,7 @@ class Writer:
         kept = [i for i in range(first, n) if ids[i] != self.tokenizer.end_id]
         if not kept:
             return
-        how = dict(k=job.logprobs, n=n, first=first, given_all=not job.echo)
+        how = dict(k=job.n_likeliest, n=n, first=first, given_all=not job.echo)
         text.logprobs = token_logprobs(writer.model, self.tokenizer, ids, drawn, **how)
         begins = begins_of(self.tokenizer.pieces(ids[:n]), sizes, text.parts)
         text.begins = [*(begins[i] for i in kept), begins[kept[-1] + 1]]

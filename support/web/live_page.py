@@ -9,7 +9,6 @@ float32. assets/model.js converts them to the float32 that the graph expects.
 """
 
 import contextlib
-import html
 import logging
 import re
 import shutil
@@ -17,7 +16,6 @@ import subprocess
 import tempfile
 import warnings
 import zlib
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ import torch
 
 from nanomdlm.support import abilities
 from nanomdlm.support.cli import environment
-from nanomdlm.support.cli.files import naming, read_json
+from nanomdlm.support.cli.files import naming
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.templates import Gap, parse, to_ids
@@ -75,16 +73,11 @@ def check(model, tokenizer, config):
 
 
 def is_installed():
-    """Whether npm has completely installed the version of ONNX Runtime Web in package-lock.json."""
+    """Whether npm has completely installed what package-lock.json lists now."""
     # npm writes this list last. If an installation was interrupted, it is missing.
     installed = RUNTIME.parent / ".package-lock.json"
-    try:
-        locks = [read_json(path, "list of npm") for path in (installed, PAGE / "package-lock.json")]
-        name = f"node_modules/{RUNTIME.name}"
-        versions = [lock["packages"][name]["version"] for lock in locks]
-    except (UserError, KeyError, TypeError):
-        return False
-    return versions[0] == versions[1]
+    wanted = PAGE / "package-lock.json"
+    return installed.is_file() and installed.stat().st_mtime >= wanted.stat().st_mtime
 
 
 def install_runtime():
@@ -94,19 +87,11 @@ def install_runtime():
         raise UserError("--to=page needs npm, a part of Node.js; install that (nodejs.org)")
     warn("npm ci: fetching ONNX Runtime Web")
     command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    needs = "it needs a network the first time"
-    # A file instead of a pipe: children of npm could keep a pipe open after npm was killed.
-    with tempfile.TemporaryFile() as errors:
-        streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
-        try:
-            run = subprocess.run(command, timeout=NPM_LIMIT, cwd=PAGE, **streams)
-        except subprocess.TimeoutExpired:
-            problem = f"npm ci was stopped after {NPM_LIMIT} s in {PAGE}"
-            raise UserError(f"{problem}; {needs}: check it, then run this again") from None
-        errors.seek(0)
-        why = " ".join(errors.read().decode(errors="replace").split())[-300:]
-    if run.returncode:
-        raise UserError(f"npm ci failed in {PAGE} ({why}); {needs}")
+    streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        subprocess.run(command, cwd=PAGE, timeout=NPM_LIMIT, check=True, **streams)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
+        raise UserError(f"{e}, in {PAGE}; it needs a network the first time") from None
 
 
 def read_runtime():
@@ -114,9 +99,6 @@ def read_runtime():
     if not is_installed():
         install_runtime()
     names = [name for names in RUNTIME_FILES.values() for name in names]
-    missing = [name for name in names if not (RUNTIME / "dist" / name).is_file()]
-    if missing:
-        raise UserError(f"{RUNTIME} has no {missing[0]}; remove node_modules, and run this again")
     return {name: (RUNTIME / "dist" / name).read_bytes() for name in names}
 
 
@@ -168,32 +150,14 @@ def proofreading_settings(temperature=1.0):
 
     temperature: of the network, by which proofread.js divides its logits
     """
-    names = (
-        "STRIDE",
-        "RUN_STRIDE",
-        "RUN",
-        "REACH",
-        "NEAR",
-        "RACE_LENGTH",
-        "APART",
-        "WIDTH",
-        "PRUNE",
-    )
-    names += (
-        "SLACK",
-        "ROUNDS",
-        "SUBSTITUTE",
-        "DELETE",
-        "SWAP",
-        "INSERT",
-        "INSERTED",
-        "UNKNOWN_COST",
-        "NAME_LOGP",
-    )
-    settings = {name: (vars(races) | vars(proofreader))[name] for name in names}
-    cost = mistakes.Prior(None, 1).each
-    settings |= dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())
-    return settings | dict(temperature=temperature)
+    names = vars(races) | vars(proofreader)
+    constants = {
+        name: value
+        for name, value in names.items()
+        if name.isupper() and isinstance(value, (int, float))
+    }
+    prior = dict(cost=mistakes.Prior(None, 1).each, BESIDE=mistakes.BESIDE)
+    return constants | prior | dict(beside=mistakes.beside(), temperature=temperature)
 
 
 def record(model, tokenizer, template, unmask):
@@ -235,25 +199,33 @@ def contents_of(model, tokenizer, config, weights, unmask):
             packed += array.tobytes()
             tensors.append((offset, array.size, 0))
     contents["weights.bin"] = packed
-    live = dict(vocab=tokenizer.vocab, context=config.block_size, mask=model.mask_id)
-    live |= dict(temperature=temperature_of(model))
-    live |= dict(files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()})
-    live |= dict(proofreading=proofreading_settings(temperature_of(model)))
     names = ("crc", "sampler", "search", "proofread", "model", "worker")
-    worker = bundle(*(f"{name}.js" for name in names))
-    live |= dict(runtime=RUNTIME_FILES, worker=worker)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     # What the user types for a gap: a character that is not in the vocabulary, as in in_browser.js.
     sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")
-    size = max(offset + 4 * n for offset, n, _ in tensors)
-    live |= dict(tensors=tensors, bytes=size)
-    can = dict(patterns="█" not in tokenizer.vocab, fixes=True)
-    can |= dict(open_gaps=not {*"[_]"} <= {*tokenizer.vocab})
     template = passage(tokenizer, config, sign)
     film = record(model, tokenizer, template, unmask)
-    can |= dict(own="" if template else "".join(film["tokens"]))
-    live |= dict(fixes=True, examples=examples(tokenizer, config, sign, **can))
+    own = "" if template else "".join(film["tokens"])
+    can = {"fill", "begin", "fix"}
+    if "█" not in tokenizer.vocab:
+        can.add("match")
+    if not {*"[_]"} <= {*tokenizer.vocab}:
+        can.add("open")
+    live = dict(
+        vocab=tokenizer.vocab,
+        context=config.block_size,
+        mask=model.mask_id,
+        temperature=temperature_of(model),
+        files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()},
+        proofreading=proofreading_settings(temperature_of(model)),
+        runtime=RUNTIME_FILES,
+        worker=bundle(*(f"{name}.js" for name in names)),
+        tensors=tensors,
+        bytes=max(offset + 4 * n for offset, n, _ in tensors),
+        fixes=True,
+        examples=examples(tokenizer, config, sign, can, own),
+    )
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     scripts = ["crc.js", "pattern.js", "viewer.js", "in_browser.js", "live.js"]
     about_page = dict(policy=POLICY, about=introduction(PRIVACY), program="export.py --to=page")
     page = compose(live, about, scripts, film, **about_page)
@@ -262,26 +234,21 @@ def contents_of(model, tokenizer, config, weights, unmask):
 
 def introduction(privacy):
     """What the page says about diffusion, the lessons, and where texts go, as HTML."""
-    address = address_of_lessons()
-    link = f'<a href="{html.escape(address)}" rel="noreferrer">The lessons</a> explain it.'
-    return f"{DIFFUSION} {link if address else f'It is explained in {LESSONS}.'} {privacy}"
-
-
-def address_of_lessons():
-    """Where the lessons are read, if this repository was cloned from GitHub; else ""."""
     command = ["git", "--git-dir", str(ROOT / ".git"), "config", "--get", "remote.origin.url"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        address = lessons_at(run.stdout.strip())
     except (OSError, subprocess.TimeoutExpired):  # no git
-        return ""
-    return lessons_at(run.stdout.strip())
+        address = None
+    link = f'<a href="{address}" rel="noreferrer">The lessons</a> explain it.'
+    return f"{DIFFUSION} {link if address else f'It is explained in {LESSONS}.'} {privacy}"
 
 
 def lessons_at(origin):
-    """The address of the lessons in a repository of GitHub, without keys; else ""."""
+    """The address of the lessons in a repository of GitHub, without keys; else None."""
     form = r"(?:https://(?:[^@/]*@)?|(?:ssh://)?git@)github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?"
     match = re.fullmatch(form, origin)
-    return f"https://github.com/{match[1]}/blob/HEAD/{LESSONS}" if match else ""
+    return match and f"https://github.com/{match[1]}/blob/HEAD/{LESSONS}"
 
 
 def compose(live, model, scripts, film=None, **values):
@@ -303,6 +270,7 @@ def compose(live, model, scripts, film=None, **values):
     )
 
 
+# ---- Examples
 def is_known(tokenizer, text):
     """Whether the model can be given a text, and gives it back unchanged."""
     with contextlib.suppress(UserError):
@@ -320,70 +288,47 @@ def passage(tokenizer, config, sign):
     # A token of other tokenizers is about four characters.
     size = 1 if tokenizer.kind in ("char", "byte") else 4
     text = re.sub(r"{(\d+)}", lambda gap: sign * (int(gap[1]) // size), PASSAGE)
-    given = re.split(r"{\d+}", PASSAGE)
     fits = len(text.replace(sign, "█")) <= config.block_size  # a token has a character or more
-    is_fit = fits and writes_plays(tokenizer, config)
-    return text if is_fit and all(is_known(tokenizer, part) for part in given) else ""
+    known = is_known(tokenizer, re.sub(r"{\d+}", "", PASSAGE))
+    return text if fits and known and writes_plays(tokenizer, config) else ""
 
 
-def own_examples(text, sign):
-    """Return examples made of a text that a model of characters wrote: gaps, and a beginning."""
-    text = text.strip()[:MOST_OWN]
+def with_gaps(text, sign):
+    """(a text with two of its words as gaps, its first two words), or None if it is too short."""
     words = [match.span() for match in re.finditer(r"\S+", text)][:-1]  # the last may be cut off
     if len(words) < 4 or "[" in text:  # which may begin a gap
-        return []
-    text = text[: words[-1][1]]
+        return None
     begun = text[: words[1][1]]
+    text = text[: words[-1][1]]
     for start, end in (words[2 * len(words) // 3], words[len(words) // 3]):
         text = text[:start] + sign * (end - start) + text[end:]
-    label = " ".join(begun.split())[:20]
-    return [
-        dict(label="fill gaps", text=text, what="write"),
-        dict(label=f"go on from \u201c{label}\u201d", text=begun, what="write"),
-    ]
+    return text, begun
 
 
-def examples(
-    tokenizer,
-    config,
-    sign,
-    fills=True,
-    begins=True,
-    patterns=True,
-    open_gaps=False,
-    fixes=False,
-    own="",
-):
+def examples(tokenizer, config, sign, can, own=""):
     """Return the examples that the model has the characters for, as dicts of label, text and what
     is done with it ("write", "rank" or "fix"). The first that is not empty is in the field at once.
 
-    sign: what is typed for a mask. fills, patterns, open_gaps, fixes: whether gaps are filled, may
-    have patterns, may have an unknown length without one; whether texts are proofread. begins:
-    whether the model writes a text of its own. own: a text that it wrote, of which to make examples
-    if it did not learn from Shakespeare
+    sign: what is typed for a mask
+    can: what the page does: "fill" gaps, "match" patterns, fill "open" gaps of unknown length,
+        "begin" texts, "fix" mistakes
+    own: a text that the model wrote, of which to make examples if it did not learn from Shakespeare
     """
-    knows = partial(is_known, tokenizer)
     is_play = writes_plays(tokenizer, config)
-    of_own = own_examples(own, sign)
-    found = []
-    if fills:
-        found += of_own[:1]
-    if fills and (text := passage(tokenizer, config, sign)):
-        found.append(dict(label="fill gaps", text=text, what="write"))
-    if fills and open_gaps and knows("To be, or to be"):
-        text = "To be, or [___] to be"
-        found.append(dict(label="fill a gap of any length", text=text, what="rank"))
-    elif fills and knows("To be, or to be"):
-        text = f"To be, or {sign * (3 if tokenizer.kind in ('char', 'byte') else 1)} to be"
-        found.append(dict(label="fill a gap", text=text, what="write"))
-    if begins:
-        found.append(dict(label=f"write a {'scene' if is_play else 'text'}", text="", what="write"))
-    if is_play:
-        found.append(dict(label="go on from \u201cROMEO:\u201d", text="ROMEO:\n", what="write"))
-    found += of_own[1:]
-    if fills and patterns and knows("My name is ."):
-        text = "My name is [___:[A-Z][a-z]+]."
-        found.append(dict(label="a gap that must match", text=text, what="rank"))
-    if fixes and knows(MISTAKES):
-        found.append(dict(label="proofread", text=MISTAKES, what="fix"))
-    return found
+    gapped, begun = with_gaps(own.strip()[:MOST_OWN], sign) or ("", "")
+    begun = "ROMEO:\n" if is_play else begun
+    label = " ".join(begun.split())[:20]
+    rows = [
+        ("fill", "fill gaps", passage(tokenizer, config, sign) or gapped, "write"),
+        ("open", "fill a gap of any length", "To be, or [___] to be", "rank"),
+        ("begin", f"write a {'scene' if is_play else 'text'}", None, "write"),
+        ("begin", f"go on from \u201c{label}\u201d", begun, "write"),
+        ("match", "a gap that must match", "My name is [___:[A-Z][a-z]+].", "rank"),
+        ("fix", "proofread", MISTAKES, "fix"),
+    ]
+    gaps = re.compile(rf"\[___.*\]|{re.escape(sign)}")
+    return [
+        dict(label=label, text=text or "", what=what)
+        for need, label, text, what in rows
+        if need in can and text != "" and is_known(tokenizer, gaps.sub("", text or ""))
+    ]

@@ -12,16 +12,15 @@ PRIVACY = "The server logs no text."
 SCRIPTS = ["crc.js", "viewer.js", "on_server.js", "live.js"]
 
 
-def page(model, filler, tokenizer, about, device, has_key, most_tokens):
+def page(writer, about, device, options):
     """Return the page as HTML.
 
-    model, filler: the model that goes on, and that fills gaps
-    about: what the page says of the model. has_key: whether clients need one
-    most_tokens: that may be written after a prompt
+    writer: a serving.writing.Writer. about: what the page says of the model
+    options: serve.Options
     """
+    model, filler, tokenizer = writer.model, writer.filler, writer.tokenizer
     gap = gap_pattern(tokenizer)
     signs = ["█", "_"] if gap is GAP_OR_LINE else ["█"]
-    fills = abilities.fills_gaps(filler) and not filler.config.prompt_column
     n = model.objective.n_texts
     steps = dict(max=128, value=32)
     if n > 1:  # a call for each block at least, eight as sample.py has it
@@ -29,18 +28,24 @@ def page(model, filler, tokenizer, about, device, has_key, most_tokens):
     live = dict(
         gap=gap.pattern,
         signs=signs,
-        fills=fills,
+        fills=abilities.fills_gaps(filler) and not filler.config.prompt_column,
         blocks=n,
         matches=environment.is_installed("outlines_core"),
         fixes=can_fix(filler, tokenizer),
-        key=has_key,
+        key=bool(options.api_key),
         device=device,
         steps=None if abilities.is_causal(model) else steps,
-        most_tokens=most_tokens,
+        most_tokens=options.max_tokens,
     )
-    can = dict(fills=fills, patterns=live["matches"], fixes=live["fixes"], open_gaps=True)
-    can |= dict(begins=not model.config.prompt_column)
-    live["examples"] = live_page.examples(tokenizer, model.config, signs[0], **can)
+    does = dict(
+        fill=live["fills"],
+        open=live["fills"],
+        match=live["fills"] and live["matches"],
+        begin=not model.config.prompt_column,
+        fix=live["fixes"],
+    )
+    can = {name for name, is_so in does.items() if is_so}
+    live["examples"] = live_page.examples(tokenizer, model.config, signs[0], can)
     values = dict(about=live_page.introduction(PRIVACY), program="serve.py")
     return live_page.compose(live, about, SCRIPTS, policy="; connect-src 'self'", **values)
 

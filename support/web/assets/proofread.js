@@ -125,7 +125,11 @@ export async function* proofread(predict, text, vocab, context, settings) {
   const {temperature} = settings, counts = wordsOf(text);
   const prior = priorOf(vocab, settings);
   const mask = vocab.length, ids = new Map(vocab.map((own, id) => [own, id]));
-  const tokens = Array.from(text, (own, number) => ({own, number, id: ids.get(own) ?? mask}));
+  // A line end \r\n is read as \n, unless the model knows \r, and stays. Unknown characters are masks, and stay.
+  const returns = text.includes("\r\n") && !ids.has("\r"), known = own => returns && own === "\r\n" ? "\n" : own;
+  const ownOf = id => returns && vocab[id] === "\n" ? "\r\n" : vocab[id];
+  const characters = text.match(returns ? /\r\n|[^]/gu : /[^]/gu) ?? [];
+  const tokens = characters.map((own, number) => ({own, number, id: ids.get(known(own)) ?? mask}));
   const margin = context >> 3, spare = Math.ceil(margin / 4), stride = Math.max(1, context - 2 * margin);
 
   // Answer questions about masked places: [{row, at, id, ...}], row: ids; id: the character that is asked for, or -1.
@@ -291,7 +295,7 @@ export async function* proofread(predict, text, vocab, context, settings) {
       for (const edit of edits) {
         const start = edit.start + shift, old = window.slice(start, edit.stop + shift);
         const fresh = edit.ids.map((id, k) => ({id, isChanged: true, number: old[k]?.number ?? null,
-                                                own: edit.kind === "swap" ? old[1 - k].own : vocab[id]}));
+                                                own: edit.kind === "swap" ? old[1 - k].own : ownOf(id)}));
         const known = window.slice(0, start).map(token => token.number).filter(number => number !== null);
         made.push({key: (known.length ? Math.max(...known) : -1) + .5, edit});
         window.splice(start, old.length, ...fresh);

@@ -47,7 +47,10 @@ def builds_here():
 
 
 def in_this_process(pattern):
-    return np.array(build_automaton.build(pattern), np.int32)
+    try:
+        return np.array(build_automaton.build(pattern), np.int32)
+    except ValueError as e:
+        raise UserError(e) from None
 
 
 class Double(Toy):
@@ -423,9 +426,16 @@ REFUSED = [
     # (a gap, gaps that are accepted instead)
     ("[___:a(b]", "[___:a(b)]", "[___:a\\(b]"),
     ("[___:^a$]", "[___:a]", "[___:\\^?a]"),
+    ("[___:a|b$]", "[___:a|b]"),
+    ("[___:a)(b]", "[___:a\\)\\(b]"),
+    ("[___:a++b]", "[___:a+b]"),
+    # A set with [ for Python, a class within a class for the library; and their differences.
+    ("[___:[:[a]b]]", "[___:[:\\[a]b]"),
+    ("[___:[a&&b]]", "[___:[a\\&b]]"),
+    ("[___:[a--b]]", "[___:[ab-]]"),
+    ("[___:[a~~b]]", "[___:[a~b]]"),
     ("[___:(?=a)a]", "[___:a]"),
     ("[___:(a|b)\\1]", "[___|aa|bb]"),
-    ("[___:a{20000}]", "[___:a{2}]"),
     ("[___:\u00e9+]", "[___:a+]"),
     ("[___:" + "b" * (1 << 16) + "c]", "[___:b{9}c]"),
     ("[___:a", "[___:a]", "\\[___:a█"),

@@ -162,14 +162,12 @@ class Chain:
         is_unknown = offset >= self.known
         reached = [log_of(automaton.can_end(n)).to(mass.device) for n in range(self.N + 1)]
         ahead = [reached[0].expand(R, -1)]
-        some_unknown = is_unknown.any(1).tolist()
         for n in range(1, self.N + 1):
             terms = mass[n - 1][:, automaton.follows] + ahead[-1][:, automaton.after]
             b = terms.logsumexp(-1)
             b = b - b.amax(1, keepdim=True).clamp(min=-1e300)
-            if some_unknown[n - 1]:  # the network says nothing: what can still be reached
-                b = torch.where(is_unknown[n - 1, :, None], reached[n], b)
-            ahead.append(b)
+            # Where the network says nothing: what can still be reached.
+            ahead.append(torch.where(is_unknown[n - 1, :, None], reached[n], b))
         self.ahead = torch.stack(ahead)
         if (self.ahead[self.length, rows, 0] == -torch.inf).any():
             what = f"nothing that matches {automaton.pattern[:40]!r} can be drawn at a gap"
@@ -186,10 +184,7 @@ class Chain:
         for offset in range(int(known.max())):
             row = self.row[:, offset]
             is_drawn = row >= 0
-            if (offset >= known).any() or not is_drawn.all():
-                drawn = (is_drawn & (offset < known)).nonzero()[:, 0]
-            else:
-                drawn = rows
+            drawn = (is_drawn & (offset < known)).nonzero()[:, 0]
             id = self.ids[:, offset]
             if len(drawn):
                 at = row[drawn]

@@ -389,7 +389,7 @@ class Network:
         self.dtype = dtype
 
     def __call__(self, text):
-        device = next(self.reader.ask.model.parameters()).device.type
+        device = next(self.reader.model.parameters()).device.type
         edits = []
         with torch.autocast(device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             for part in self.reader.parts(text):

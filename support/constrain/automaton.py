@@ -143,15 +143,13 @@ class Automaton:
     next     (S + 1, C) int64: state, class -> state
     classes  (V,) int64: token -> class
     accepts  (S + 1,) bool
-    is_free  whether any non-empty text of tokens matches: then there is nothing to do
     shortest  the number of tokens of the shortest text that matches
     follows  (S + 1, D) int64: the classes that lead on from a state; C where there are no more
     """
 
-    def __init__(self, pattern, over_bytes, next, classes, accepts, is_free, shortest):
+    def __init__(self, pattern, over_bytes, next, classes, accepts, shortest):
         self.pattern = pattern
         self.over_bytes = over_bytes  # what byte_automaton returns
-        self.is_free = is_free
         self.shortest = shortest
         self.next = torch.from_numpy(next)
         self.classes = torch.from_numpy(classes)
@@ -292,12 +290,7 @@ def automaton_of(pattern, tokenizer, is_first=False, space=""):
     if shortest is None:
         what = f"no text of the tokens that this model knows matches {pattern[:40]!r}"
         raise UserError(f"{what}; give a pattern of the characters of its training text")
-    # Any fill but an empty one matches: then there is nothing to do.
-    marks = {tokenizer.end_id, tokenizer.mask_id} & {*range(V)}
-    is_free = len(later.ids) + len(marks) == V and bool(token_accepts[1:S].all())
-    is_free &= bool((next[:S, classes[later.ids]] != S).all())
-    over_bytes = (table, accepts)
-    return Automaton(pattern, over_bytes, next, classes, token_accepts, is_free, shortest)
+    return Automaton(pattern, (table, accepts), next, classes, token_accepts, shortest)
 
 
 def without_dead_ends(next, accepts):

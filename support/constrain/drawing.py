@@ -57,7 +57,7 @@ def everywhere(model, x, matches, end_id):
         constraints.append(Constraint(one.automaton, *both))
     if constraints and end_id is not None:
         raise UserError("matches and end_id exclude each other; give forbid=[end_id]")
-    return [each for each in constraints if not each.automaton.is_free]
+    return constraints
 
 
 def by_row(templates):
@@ -67,7 +67,7 @@ def by_row(templates):
         at = 0
         for number, segment in enumerate(segments):
             automaton = getattr(segment, "automaton", None)
-            if automaton and segment.length and not automaton.is_free:
+            if automaton and segment.length:
                 found.setdefault((number, automaton), {})[row] = (at, segment.length)
             at += segment.size
     constraints = []
@@ -178,13 +178,11 @@ class Chain:
         automaton = self.automaton
         V = len(automaton.classes)
         known = self.known.minimum(self.length)
-        rows = torch.arange(len(self.length), device=logits.device)
-        state = torch.zeros_like(rows)
+        state = torch.zeros_like(self.length)
         constrained = []
         for offset in range(int(known.max())):
             row = self.row[:, offset]
-            is_drawn = row >= 0
-            drawn = (is_drawn & (offset < known)).nonzero()[:, 0]
+            drawn = ((row >= 0) & (offset < known)).nonzero()[:, 0]
             id = self.ids[:, offset]
             if len(drawn):
                 at = row[drawn]

@@ -22,7 +22,6 @@ are far apart share calls. Nothing else is changed: a text without doubtful toke
 for byte. Measurements: results/proofreading.md.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -86,7 +85,6 @@ def check_model(model, tokenizer):
         raise UserError(f"{what}; {fix}")
 
 
-# ---- What the network says
 class Answers(NamedTuple):
     """For n masked positions: log p of the requested token, and the best other token.
 
@@ -98,53 +96,6 @@ class Answers(NamedTuple):
     best_logp: list
 
 
-class Asker:
-    """Asks a network about masked tokens.
-
-    barred: (V,) bool, the ids that are never the best
-    wrong: (V, V) log p(a token is written | another is meant, the first index) or None
-    """
-
-    def __init__(self, model, barred, wrong=None):
-        self.model = model
-        self.device = device_of(model)
-        self.barred = barred
-        self.wrong = None if wrong is None else wrong.T.float().contiguous()
-
-    @torch.no_grad()
-    def __call__(self, rows, row, at, asked):
-        """Answers at n masked positions.
-
-        rows: texts of at most a context, as lists of ids
-        row, at: the row and position of each; asked: the id of each (-1: only the best one)
-        """
-        answers = Answers([], [], [])
-        if not row:
-            return answers
-        L = self.model.config.block_size
-        pad = self.model.objective.pad_id
-        x = torch.tensor([ids + [pad] * (L - len(ids)) for ids in rows])
-        questions = torch.tensor([row, at, asked])
-        for row, at, asked in questions.split(max(1, MAX_LOGITS // self.model.vocab_size), 1):
-            used, row = row.unique(return_inverse=True)
-            logits = logits_at(self.model, x[used], row, at, self.device)
-            for values, more in zip(answers, self.answer(logits.float().log_softmax(-1), asked)):
-                values += more.tolist()
-        return answers
-
-    def answer(self, logp, asked):
-        """Answers from log p (n, V) about the ids `asked` (n,)."""
-        given = asked.clamp(min=0)[:, None]
-        own = logp.gather(1, given)[:, 0]
-        is_other = torch.arange(logp.shape[1]) != asked[:, None]
-        score = logp
-        if self.wrong is not None:
-            score = logp + self.wrong[given[:, 0]] * (asked >= 0)[:, None]
-        best = score.masked_fill(~(is_other & ~self.barred), -math.inf).argmax(1)
-        best_logp = logp.gather(1, best[:, None])[:, 0]
-        return own.double(), best, best_logp.double()
-
-
 class Proofreader:
     """Corrects a text window by window.
 
@@ -154,11 +105,11 @@ class Proofreader:
 
     def __init__(self, model, tokenizer, caution=0.0):
         check_model(model, tokenizer)
-        model = calibrated(model)
+        self.model = calibrated(model)
         self.cutter = Cutter(tokenizer)
         self.prior = Prior(self.cutter.characters(), model.vocab_size)
         self.caution = caution
-        self.ask = Asker(model, self.cutter.barred(model.vocab_size), self.prior.wrong)
+        self.barred = self.cutter.barred(model.vocab_size)
         self.mask = model.mask_id
         L = self.context = model.config.block_size
         self.margin = L // 8  # tokens before what a window corrects; a few less are after it,
@@ -171,15 +122,11 @@ class Proofreader:
     def parts(self, text) -> Iterator[Part]:
         """Yield the Parts of a text; those of a window as soon as it is corrected."""
         self.words = Words(text)
-        stream = self.cutter.tokens(text)
-        position = 0
+        tokens = list(self.cutter.tokens(text))
+        at = position = 0
         before = []  # corrected tokens
-        ahead = []  # tokens to come
-        while True:
-            more = self.stride + self.margin - self.spare - len(ahead)
-            ahead += itertools.islice(stream, max(0, more))
-            if not ahead:
-                return
+        while at < len(tokens):
+            ahead = tokens[at : at + self.stride + self.margin - self.spare]
             last = ahead[: self.stride][-1].number
             begin = len(before)
             end = begin + len(ahead[: self.stride])
@@ -190,7 +137,7 @@ class Proofreader:
             for part in compare(text, position, ahead[:n], done, edits):
                 position += len(part.before)
                 yield part
-            ahead = ahead[n:]
+            at += n
             before = (before + done)[-self.margin :] if self.margin else []
 
     def correct(self, window, begin, end):
@@ -217,6 +164,34 @@ class Proofreader:
             window, end, near = self.apply(window, end, edits, made)
             proposed = [edit for edit in moved(ahead, edits) if edit.start in near]
         return window, made
+
+    # ---- What the network says
+    @torch.no_grad()
+    def ask(self, rows, row, at, asked):
+        """Answers at n masked positions.
+
+        rows: texts of at most a context, as lists of ids
+        row, at: the row and position of each; asked: the id of each (-1: only the best one)
+        """
+        answers = Answers([], [], [])
+        if not row:
+            return answers
+        pad = self.model.objective.pad_id
+        x = torch.tensor([ids + [pad] * (self.context - len(ids)) for ids in rows])
+        questions = torch.tensor([row, at, asked])
+        for row, at, asked in questions.split(max(1, MAX_LOGITS // self.model.vocab_size), 1):
+            used, row = row.unique(return_inverse=True)
+            logits = logits_at(self.model, x[used], row, at, device_of(self.model))
+            score = logp = logits.float().log_softmax(-1)
+            given = asked.clamp(min=0)
+            if self.prior.wrong is not None:
+                score = logp + self.prior.wrong[:, given].T.float() * (asked >= 0)[:, None]
+            is_asked = torch.arange(logp.shape[1]) == asked[:, None]
+            best = score.masked_fill(is_asked | self.barred, -math.inf).argmax(1)
+            answers.logp.extend(logp.gather(1, given[:, None])[:, 0].tolist())
+            answers.best.extend(best.tolist())
+            answers.best_logp.extend(logp.gather(1, best[:, None])[:, 0].tolist())
+        return answers
 
     # ---- 1. Doubt
     def masked_once(self, ids, where, every, run):

@@ -1,6 +1,5 @@
 """A text as tokens that join to its bytes again, even if a model does not know them."""
 
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,15 +47,15 @@ class Cutter:
         def content(start, stop):
             return "".join(units[start:stop]).encode(encoding)
 
-        number = itertools.count()
-        end = 0
+        end = number = 0
         for id, start, stop in self.spans("".join(unit[-1] for unit in units)):
             start = max(start, end)
             stop = max(start, stop)
-            yield Token(id, content(start, stop), content(end, start), next(number))
+            yield Token(id, content(start, stop), content(end, start), number)
             end = stop
+            number += 1
         if end < len(units):
-            yield Token(self.mask, content(end, None), number=next(number))
+            yield Token(self.mask, content(end, None), number=number)
 
     def spans(self, text):
         """Yield (id, start, stop) for the tokens of a text; ids that are no text are [MASK]."""

@@ -65,9 +65,7 @@ class Options:
 
     out_dir: Reads = ""  # run or checkpoint, or several, A,B: their mean (default: out or weights/)
     data: Reads = ""  # text, whose last tenth is scored, or a folder (default: the run's data)
-    compare: Reads = (
-        ""  # RUN,RUN,...: a table of their logs; or A.json,B.json,...: window by window
-    )
+    compare: Reads = ""  # RUN,RUN,...: their logs; or A.json,B.json,...: window by window
     text: Text = ""  # mask this text, and show what the model predicts
     rate: Share = 0.5  # fraction of the tokens of --text to mask, at least one
     windows: Count = 4096  # score at most this many validation windows, evenly spread
@@ -118,19 +116,13 @@ def open_data(data, folder, tokenizer, config, device):
         )
         if corpus.tokenizer.to_json() != tokenizer.to_json():
             raise UserError(f"{source} has a different vocabulary than {folder}; give --data=FILE")
-        if is_ids and not data:
-            check_identity(corpus, folder, source)
+        # The ids of a run, unless its checkpoint is one without a training state.
+        if is_ids and not data and (folder / "state.json").exists():
+            state = read_state(folder)
+            if any(state.get(name, value) != value for name, value in corpus.identity.items()):
+                fix = f"restore it, or give --data={source} to score it as it is"
+                raise UserError(f"{source} is not what {folder} learned; {fix}")
         yield corpus, source
-
-
-def check_identity(corpus, folder, source):
-    """Raise UserError if a run's ids are not those that its checkpoint was trained on."""
-    if not (folder / "state.json").exists():  # a model without its training state
-        return
-    state = read_state(folder)
-    if any(state.get(name, value) != value for name, value in corpus.identity.items()):
-        fix = f"restore it, or give --data={source} to score it as it is"
-        raise UserError(f"{source} is not what {folder} learned; {fix}")
 
 
 def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
@@ -229,12 +221,13 @@ def report(r):
 def check(given):
     """The Options for the given flags; raises UserError if they are wrong."""
     options = Options(**given)
-    measured = "out_dir data windows passes temperature calibrate whole exact"
-    check_clashes([("compare", measured, "give one of them")], given)
-    measured = "data compare windows passes temperature calibrate whole exact dtype"
-    check_clashes([("text", measured, "--text measures nothing else")], given)
-    measured = "data temperature exact pictures"
-    check_clashes([("calibrate", measured, "fit first, then measure")], given)
+    measured = "data windows passes temperature calibrate whole exact"
+    clashes = [
+        ("compare", f"out_dir {measured}", "give one of them"),
+        ("text", f"compare dtype {measured}", "--text measures nothing else"),
+        ("calibrate", "data temperature exact pictures", "fit first, then measure"),
+    ]
+    check_clashes(clashes, given)
     if "rate" in given and not options.text:
         raise UserError("--rate needs a text to mask; give --text")
     outputs.check_all(options)  # now, because measuring takes long
@@ -283,7 +276,7 @@ def evaluation(options):
     checkpoint_score.introduce(folders, config, tokenizer.vocab_size, options.out_dir)
     temperature = options.temperature or calibration.temperature_of(model)
     if options.temperature:
-        model = calibration.at_temperature(model, options.temperature)
+        model = calibration.at_temperature(model, temperature)
     else:
         model = calibration.calibrated(model)
     r = dict(
@@ -319,8 +312,6 @@ def calibrate(options):
         raise UserError("--calibrate fits a single network; give one run as --out_dir")
     folder = folders[0]
     path = options.calibrate
-    if not Path(path).is_file():
-        raise UserError(f"--calibrate={path} is not a file; give a text that it has not learned")
     with open_data(path, folder, tokenizer, config, device) as (corpus, _):
         windows = corpus.windows(options.windows)
         room = options.windows - len(windows)

@@ -598,11 +598,6 @@ def test_only_the_default_falls_back(offline, tmp_path, monkeypatch, capsys):
     assert checkpoint.read_state(tmp_path / "o" / "step-3")["step"] == 3
 
 
-def test_eval_scores_no_other_text_instead(offline, capsys):
-    code, _, said = call(eval.main, capsys, f"--out_dir={checkpoint.SHIPPED}")
-    assert code == 2 and said.count("\n") == 1 and "--data=FILE" in said
-
-
 # --------------------------------------------------------------------------------------------------
 # Few records, empty records
 

@@ -93,21 +93,31 @@ def escaped(c):
 
 
 # ---- Tokens
-@functools.lru_cache(maxsize=4)
-def spellings(tokenizer):
-    """Return two lists of V: the bytes of each token within a text, and at the beginning of one.
+@functools.lru_cache(maxsize=8)
+def spellings(tokenizer, is_first=False, space=""):
+    """The bytes that each of V tokens adds to the text that is shown.
 
-    None: a gap that must match never has it, as [END], [MASK] and tokens without a text.
+    is_first: whether the text begins there. space: what becomes of a space in front: "" (it stays),
+    "drop", or "lent" (it must be there, and is shown before the gap). None: a gap that must match
+    never has this token, such as [END], [MASK] and tokens without a text.
     """
     never = {tokenizer.end_id, tokenizer.mask_id, *tokenizer.special_ids().values()}
     if tokenizer.kind == "file":
         never.add(tokenizer.library.unknown_id)
+    ids = range(tokenizer.vocab_size)
+    texts = [b"" if i in never else tokenizer.token(i, is_first) for i in ids]
+    if space == "lent":
+        return [text[1:] if text.startswith(b" ") else None for text in texts]
+    texts = [text or None for text in texts]
+    return [text and without_space(text) for text in texts] if space else texts
 
-    def drawable(first):
-        ids = range(tokenizer.vocab_size)
-        return [None if i in never else tokenizer.token(i, first) or None for i in ids]
 
-    return drawable(False), drawable(True)
+def without_space(text):
+    """The bytes of a token without a space in front; None: a part of a character, perhaps one."""
+    shown = text.decode("utf-8", "ignore")
+    if not shown:
+        return None
+    return text[len(shown[0].encode()) :] if shown[0].isspace() else text
 
 
 class Spelling:
@@ -205,39 +215,18 @@ class Automaton:
         return bool(accepts[state])
 
 
-def first_spellings(tokenizer, is_first, space):
-    """The bytes that each token adds to the text that is shown, as the first one of a gap.
-
-    is_first: whether the text begins there. space: what becomes of a space in front: "" (it stays),
-    "drop", or "lent" (it must be there, and is shown before the gap).
-    """
-    texts = spellings(tokenizer)[is_first]
-    if not space:
-        return texts
-    return [None if text is None else without_space(text, space) for text in texts]
-
-
-def without_space(text, space):
-    if space == "lent":
-        return text[1:] if text[:1] == b" " else None
-    shown = text.decode("utf-8", "ignore")
-    if not shown:  # a part of a character, which may be a space
-        return None
-    return text[len(shown[0].encode()) :] if shown[0].isspace() else text
-
-
 @functools.lru_cache(maxsize=32)
 def automaton_of(pattern, tokenizer, is_first=False, space=""):
     """Return the Automaton of a pattern over the tokens of a tokenizer.
 
-    is_first, space: see `first_spellings`. Raises UserError for a pattern that cannot be used, and
-    where no text of these tokens matches.
+    is_first, space: of the first token, see `spellings`. Raises UserError for a pattern that cannot
+    be used, and where no text of these tokens matches.
     """
     table, accepts = byte_automaton(pattern)
     dead = len(table) - 1
     V = tokenizer.vocab_size
-    within, _ = spellings(tokenizer)
-    beginning = first_spellings(tokenizer, is_first, space)
+    within = spellings(tokenizer)
+    beginning = spellings(tokenizer, is_first, space)
     start = Spelling(beginning, range(V))
     later = Spelling(within, range(V))
     # 1. Which states of the automaton over bytes are those between tokens; each token's hash of

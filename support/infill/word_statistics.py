@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -71,10 +72,8 @@ class WordStatistics:
         good = [sum(word in self.known for word in words) for words in lists]
         total = max(1, sum(map(len, lists)))
         known_fraction = sum(good) / total
-        spread = (
-            sum((k - known_fraction * len(words)) ** 2 for k, words in zip(good, lists)) ** 0.5
-            / total
-        )
+        errors = (k - known_fraction * len(words) for k, words in zip(good, lists))
+        spread = math.hypot(*errors) / total
         if not self.known:
             known_fraction = spread = None
         return {"words": known_fraction, "words_se": spread, "distinct": distinct(texts)}

@@ -29,11 +29,6 @@ def read_evaluation(path):
     return r
 
 
-def name_of_bound(r):
-    """What the main number of an evaluation is."""
-    return "NLL" if "nll" in r else "NELBO"
-
-
 def mean_difference(a, b, tokens):
     """The mean of b - a (W,) per token, and its standard error; tokens (W,) of each window."""
     a, b, tokens = (torch.tensor(x, dtype=torch.float64) for x in (a, b, tokens))
@@ -116,7 +111,7 @@ def compare(paths):
             row["exact"] = mean_difference(*values, first["tokens_by_window"])
         if have_same_masks(first, other):
             row["by_rate"] = differences_by_rate(first, other)
-        names = dict.fromkeys(map(name_of_bound, (other, first)))
+        names = dict.fromkeys("NLL" if "nll" in r else "NELBO" for r in (other, first))
         runs.append(row | dict(name=" against ".join(names)))
     windows = len(first["by_window"])
     return dict(first=paths[0], checkpoint=first["checkpoint"], windows=windows, runs=runs)

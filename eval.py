@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 
 import mdlm
@@ -50,12 +51,9 @@ from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import display
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.infill.likelihood import chain_rule
-from nanomdlm.support.infill.model_calls import checked, group_size, to_context
+from nanomdlm.support.infill.model_calls import checked, device_of, group_size, to_context
 from nanomdlm.support.run import calibration, checkpoint, checkpoint_score, comparing, plots
-from nanomdlm.support.run.checkpoint import SHIPPED, default_run, read_state
-
-EXCERPT = SHIPPED.parent / "excerpt.txt"  # scored for the shipped model if there is no network
-
+from nanomdlm.support.run.checkpoint import default_run, read_state
 
 Temperature = Annotated[float, Bounds(0, 100)]
 Passes = Annotated[int, Bounds(1, 4096)]
@@ -67,9 +65,9 @@ class Options:
 
     out_dir: Reads = ""  # run, or checkpoint; A,B: their mean (default: out, or what ships)
     data: Reads = ""  # text, whose last tenth is scored, or a folder (default: the run's data)
-    compare: str = ""  # RUN,RUN,...: a table of their logs; or A.json,B.json,...: window by window
+    compare: Reads = ""  # RUN,RUN,...: their logs; or A.json,B.json,...: window by window
     text: Text = ""  # mask this text, and show what the model predicts
-    rate: Share = 0.5  # fraction of the tokens of --text to mask, above 0
+    rate: Share = 0.5  # fraction of the tokens of --text to mask, at least one
     windows: Count = 4096  # score at most this many validation windows, evenly spread
     passes: Passes = 4  # random masks per window
     temperature: Temperature = 0.0  # divide the logits by this (0: the network's, by --calibrate)
@@ -83,12 +81,18 @@ class Options:
     pictures: Makes = ""  # folder for the pictures, or none (default: the folder of the run)
 
 
+def open_model(options, whole):
+    """(folders of the checkpoints, (model, tokenizer, config)) of --out_dir."""
+    settings = dict(device=pick_device(options.device), whole=whole)
+    read = partial(mdlm.load, **settings, trust_remote_code=options.trust_remote_code)
+    return read_newest(default_run(options.out_dir), read)
+
+
 @contextlib.contextmanager
 def open_data(data, folder, tokenizer, config, device):
     """Context manager of (mdlm.Corpus, its name): `data` in the model's tokens, or the run's data.
 
-    If the shipped model's own text is not available, EXCERPT replaces it; data given by name are
-    never replaced.
+    Never another text, as training without a network takes.
     """
     prepared = folder.parent / "data"
     is_own = not data and (prepared / "meta.json").exists()
@@ -97,19 +101,10 @@ def open_data(data, folder, tokenizer, config, device):
     if source == "shakespeare":
         try:
             path = sources.shakespeare()
-        except OSError as e:  # training would use another text, which is not a substitute here
-            if data or folder.resolve() != SHIPPED:
-                fix = "connect to a network, or give --data=FILE"
-                raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
-            terminal.warn(
-                f"Shakespeare cannot be downloaded ({e}): scoring {EXCERPT}, an imitation"
-            )
-            source = str(EXCERPT)
+        except OSError as e:
+            fix = "connect to a network, or give --data=FILE"
+            raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        if source == str(EXCERPT):  # score all of it; of other texts the last tenth
-            path = Path(tmp) / "text"
-            with naming(path):
-                path.write_bytes(10 * EXCERPT.read_bytes())
         is_ids = sources.is_ids(path)
         if not is_ids:
             settings = texts.to_score(dataclasses.replace(config, data=str(path)))
@@ -121,19 +116,13 @@ def open_data(data, folder, tokenizer, config, device):
         )
         if corpus.tokenizer.to_json() != tokenizer.to_json():
             raise UserError(f"{source} has a different vocabulary than {folder}; give --data=FILE")
-        if is_ids and not data:
-            check_identity(corpus, folder, source)
+        # The ids of a run, unless its checkpoint is one without a training state.
+        if is_ids and not data and (folder / "state.json").exists():
+            state = read_state(folder)
+            if any(state.get(name, value) != value for name, value in corpus.identity.items()):
+                fix = f"restore it, or give --data={source} to score it as it is"
+                raise UserError(f"{source} is not what {folder} learned; {fix}")
         yield corpus, source
-
-
-def check_identity(corpus, folder, source):
-    """Raise UserError if a run's ids are not those that its checkpoint was trained on."""
-    if not (folder / "state.json").exists():  # a model without its training state
-        return
-    state = read_state(folder)
-    if any(state.get(name, value) != value for name, value in corpus.identity.items()):
-        fix = f"restore it, or give --data={source} to score it as it is"
-        raise UserError(f"{source} is not what {folder} learned; {fix}")
 
 
 def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
@@ -208,8 +197,6 @@ def report(r):
     """The results as lines of text."""
     blocks = f" in blocks of {r['block_length']}" * bool(r["block_length"])
     windows = f"{r['windows']} windows of {r['block_size']} tokens{blocks}, {r['data']}"
-    if "in_place_of" in r:
-        windows += f" instead of {r['in_place_of']}"
     temperature = f", temperature {r['temperature']}" if r["temperature"] != 1 else ""
     temperature += " (calibrated)" * r["calibrated"]
     lines = [f"{r['checkpoint']}{temperature}; {windows}"]
@@ -234,19 +221,15 @@ def report(r):
 def check(given):
     """The Options for the given flags; raises UserError if they are wrong."""
     options = Options(**given)
-    measured = "out_dir data windows passes temperature calibrate whole exact"
-    check_clashes([("compare", measured, "give one of them")], given)
-    measured = "data compare windows passes temperature calibrate whole exact dtype"
-    check_clashes([("text", measured, "--text measures nothing else")], given)
-    measured = "data temperature exact pictures"
-    check_clashes([("calibrate", measured, "fit first, then measure")], given)
-    files = names_to_compare(options) if options.compare else []
-    for name in files:
-        outputs.check("json", options.json, dict(compare=name))
+    measured = "data windows passes temperature calibrate whole exact"
+    clashes = [
+        ("compare", f"out_dir {measured}", "give one of them"),
+        ("text", f"compare dtype {measured}", "--text measures nothing else"),
+        ("calibrate", "data temperature exact pictures", "fit first, then measure"),
+    ]
+    check_clashes(clashes, given)
     if "rate" in given and not options.text:
         raise UserError("--rate needs a text to mask; give --text")
-    if options.rate == 0:
-        raise UserError("--rate=0 masks nothing, so nothing is predicted; give more, up to 1")
     outputs.check_all(options)  # now, because measuring takes long
     if options.pictures not in ("", "none"):
         environment.optional("matplotlib", "--pictures")
@@ -255,25 +238,11 @@ def check(given):
     return options
 
 
-def names_to_compare(options):
-    """The runs or files of --compare; raises UserError for a mixture of both."""
-    names = names_of(options.compare)
-    if is_json(names) != any(name.endswith(".json") for name in names):
-        what = f"--compare={options.compare} mixes files and runs"
-        raise UserError(f"{what}; give only runs, or only files of --json")
-    return names
-
-
-def is_json(names):
-    """Whether all names are those of files of --json; False if there are none."""
-    return bool(names) and all(name.endswith(".json") for name in names)
-
-
 def compare(options):
     """--compare: (results, words, folder for pictures or None, pictures) of evaluations: the final
     ones in the logs of runs, or those in files of --json."""
-    runs = names_to_compare(options)
-    if is_json(runs):
+    runs = names_of(options.compare)
+    if all(name.endswith(".json") for name in runs):
         r = comparing.compare(runs)
         return r, comparing.in_words(r), None, {}
     rows = []
@@ -295,30 +264,32 @@ def compare(options):
 
 def evaluation(options):
     """(results, words, folder for pictures or None, pictures) of one model."""
-    device = pick_device(options.device)
-    trusted = options.trust_remote_code
-    read = partial(mdlm.load, device=device, whole=options.whole, trust_remote_code=trusted)
-    folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    folders, (model, tokenizer, config) = open_model(options, options.whole)
     folder = folders[0]
     if options.whole and not config.infill_share:
         raise UserError(
             f"--whole is for models of mdlm.py --infill_share, not {folder}; leave it out"
         )
+    device = device_of(model)
     with open_data(options.data, folder, tokenizer, config, device) as (corpus, source):
         windows = corpus.windows(options.windows)
     checkpoint_score.introduce(folders, options.out_dir)
     temperature = options.temperature or calibration.temperature_of(model)
-    r = dict(checkpoint=",".join(map(str, folders)), temperature=temperature, data=source)
-    r["calibrated"] = not options.temperature and temperature != 1
     if options.temperature:
-        model = calibration.at_temperature(model, options.temperature)
+        model = calibration.at_temperature(model, temperature)
     else:
         model = calibration.calibrated(model)
-    if source == str(EXCERPT) and not options.data:
-        r["in_place_of"] = config.data
-    r |= dict(objective=config.objective, block_size=config.block_size)
-    r |= dict(crc=zlib.crc32(windows.cpu().numpy()), block_length=config.block_length)
-    r |= dict(tokenizer=zlib.crc32(tokenizer.to_json().encode()))
+    r = dict(
+        checkpoint=",".join(map(str, folders)),
+        temperature=temperature,
+        data=source,
+        calibrated=not options.temperature and temperature != 1,
+        objective=config.objective,
+        block_size=config.block_size,
+        crc=zlib.crc32(windows.cpu().numpy()),
+        block_length=config.block_length,
+        tokenizer=zlib.crc32(tokenizer.to_json().encode()),
+    )
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
     is_of_a_run = len(folders) == 1 and (folder.parent / "log.jsonl").exists()
@@ -335,16 +306,12 @@ def evaluation(options):
 # ---- --calibrate: the temperature at which a text is likeliest
 def calibrate(options):
     """(results, words, None, {}): fit the temperature of a checkpoint, and write it there."""
-    device = pick_device(options.device)
-    trusted = options.trust_remote_code
-    read = partial(mdlm.load, device=device, whole=options.whole, trust_remote_code=trusted)
-    folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    folders, (model, tokenizer, config) = open_model(options, options.whole)
+    device = device_of(model)
     if len(folders) > 1:
         raise UserError("--calibrate fits a single network; give one run as --out_dir")
     folder = folders[0]
     path = options.calibrate
-    if not Path(path).is_file():
-        raise UserError(f"--calibrate={path} is not a file; give a text that it has not learned")
     with open_data(path, folder, tokenizer, config, device) as (corpus, _):
         windows = corpus.windows(options.windows)
         room = options.windows - len(windows)
@@ -352,18 +319,15 @@ def calibrate(options):
         windows = torch.cat((windows, corpus.take("train", some, 0)[0]))
     is_own = False
     try:
-        with open_data("", folder, tokenizer, config, device) as (corpus, source):
+        with open_data("", folder, tokenizer, config, device) as (corpus, _):
             known = [ids.cpu().numpy() for ids in corpus.ids.values()]
-            is_own = any(
-                has_window(ids, x) for ids in known for x in windows[:: len(windows) // 8 or 1]
-            )
-            if is_own:
-                what = f"{path} is the text that {folder} learned, or that validates it"
-                raise UserError(f"{what}; give similar text that it has never seen")
+            some = windows[:: len(windows) // 8 or 1].cpu().numpy()
+            is_own = any(has_window(ids, window) for ids in known for window in some)
     except (OSError, UserError) as e:
-        if is_own:
-            raise
         terminal.warn(f"{e}: cannot check whether {folder} was trained on {path}")
+    if is_own:
+        what = f"{path} is the text that {folder} learned, or that validates it"
+        raise UserError(f"{what}; give similar text that it has never seen")
     checkpoint_score.introduce(folders, options.out_dir)
     temperature = calibration.fit(model, windows, options.passes)
     source = f"{Path(path).name}, {len(windows)} windows of {config.block_size}"
@@ -375,14 +339,11 @@ def calibrate(options):
 
 def has_window(ids, window):
     """Whether the middle of a window (T,) of tokens occurs in an array of ids."""
-    middle = window[len(window) // 4 : len(window) // 4 + 64].cpu().numpy().astype(ids.dtype)
-    at = 0
-    content = ids.tobytes()
-    while (at := content.find(middle.tobytes(), at)) >= 0:
-        if at % ids.itemsize == 0:
-            return True
-        at += 1
-    return False
+    middle = window[len(window) // 4 :][:64]
+    places = np.flatnonzero(ids[: len(ids) - len(middle) + 1] == middle[0])
+    for i, id in enumerate(middle):
+        places = places[ids[places + i] == id]
+    return len(places) > 0
 
 
 # ---- --text: what a model sees and predicts in one text
@@ -426,10 +387,8 @@ def plot_window(model, tokenizer, x0, path):
 @torch.no_grad()
 def show_text(options):
     """--text: (results, words, folder for pictures or None, pictures)."""
-    device = pick_device(options.device)
-    trusted = options.trust_remote_code
-    read = partial(mdlm.load, device=device, whole=True, trust_remote_code=trusted)
-    folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
+    folders, (model, tokenizer, config) = open_model(options, True)
+    device = device_of(model)
     folder = folders[0]
     if not shows_gaps(model):
         raise UserError(f"--text is for models that fill gaps, unlike {folder}; leave it out")

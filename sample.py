@@ -1033,10 +1033,10 @@ def segments_of(template, writer, options, is_drawn):
     return segments
 
 
-def compare(options, given, model, tokenizer, folders):
+def compare(options, model, tokenizer, folders):
     """--compare: texts with each value of a setting, and a table of them."""
     words = products.word_statistics()
-    variants = words.variants(options, given, SETTINGS, partial(resolve, model=model))
+    variants = words.variants(options, SETTINGS, partial(resolve, model=model))
     writer = Writer(model, tokenizer, resolve(options, model))
     segments = segments_of(options.infill or None, writer, options, True)
     if templates.has_open(segments):
@@ -1086,7 +1086,7 @@ def main(argv):
     if options.fix:
         return products.proofreading_of_files().fix_file(options, model, tokenizer, folders, config)
     if options.compare:
-        return compare(options, given, model, tokenizer, folders)
+        return compare(options, model, tokenizer, folders)
     options = resolve(options, model)  # refuses what the model cannot follow, before reading
     writer = Writer(model, tokenizer, options)
     is_template = bool(options.infill or options.batch)

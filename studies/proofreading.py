@@ -61,7 +61,6 @@ from nanomdlm.support.cli.settings import Natural, Reads, Writes, parse
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.proofread.mistakes import KINDS, Prior, beside
 from nanomdlm.support.proofread.proofreader import Proofreader
-from nanomdlm.support.proofread.words import Words
 
 ORDER = 6
 BEAM = 24
@@ -390,11 +389,10 @@ class Network:
         self.dtype = dtype
 
     def __call__(self, text):
-        device = next(self.reader.ask.model.parameters()).device.type
+        device = next(self.reader.model.parameters()).device.type
         edits = []
         with torch.autocast(device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            words = Words([text])
-            for part in (part for parts in self.reader.parts([text], words) for part in parts):
+            for part in self.reader.parts(text):
                 if part.change:
                     start = part.change.position
                     edits.append(Edit(start, start + len(part.before), part.after))

@@ -21,7 +21,7 @@ import sample
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.cli import entry
 from nanomdlm.support.constrain import automaton as automata
-from nanomdlm.support.constrain import build_automaton, drawing
+from nanomdlm.support.constrain import build_automaton
 from nanomdlm.support.constrain.automaton import automaton_of
 from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
 from nanomdlm.support.errors import UserError
@@ -47,7 +47,10 @@ def builds_here():
 
 
 def in_this_process(pattern):
-    return np.array(build_automaton.build(pattern), np.int32)
+    try:
+        return np.array(build_automaton.build(pattern), np.int32)
+    except ValueError as e:
+        raise UserError(e) from None
 
 
 class Double(Toy):
@@ -170,23 +173,16 @@ ALL_SETTINGS = [
 
 @pytest.mark.parametrize("asked", ALL_SETTINGS, ids=str)
 def test_a_pattern_that_everything_matches_changes_no_draw(asked):
-    """To the bit: also where the passes are taken, which sample.py leaves out."""
+    """To the bit."""
     model = table_model()
     x = torch.full((6, L), V)
     x[:, ::5] = 1
     asked = dict(asked, steps=12, seed=9)
     free = list(sample.unmask(model, x, **asked))
     gap = sample.matching("(?s:.*)", 4, LETTERS)
-    assert gap.automaton.is_free
     matches = {1: gap, 6: gap}
     for step, other in zip(free, sample.unmask(model, x, matches=matches, **asked), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(step[1:], other[1:]))
-    length = torch.full((6,), 4)
-    forced = [drawing.Constraint(gap.automaton, torch.full((6,), i), length) for i in (1, 6)]
-    settings = sample.from_keywords(asked, model)
-    steps = sample.take_steps(model, x, None, torch.arange(6), settings, constraints=forced)
-    for step, other in zip(free, steps, strict=True):
-        assert torch.equal(step.x, other.x) and torch.equal(step.drawn, other.drawn)
 
 
 # ---- Every fill matches
@@ -223,7 +219,7 @@ WAYS = st.fixed_dictionaries(
         cfg=st.sampled_from([1.0, 50.0]),
         block=st.sampled_from([1, 5, 16]),
     ),
-) | st.just(dict(steps=3, correct="2", seed=7))
+) | st.sampled_from([dict(steps=3, correct="2"), dict(threshold=0.6), dict(entropy_bound=0.5)])
 
 
 def matched(pattern, way, seed, model, kind):
@@ -256,7 +252,7 @@ def matched(pattern, way, seed, model, kind):
         found = run(**way)
     except UserError:  # settings that this kind of model does not take
         assert kind != "plain"
-        found = run(seed=way["seed"])
+        found = run(seed=seed)
     for row in found.tolist():
         for at, n in places.items():
             text = LETTERS.decode(row[at : at + n])
@@ -286,23 +282,12 @@ KINDS = st.sampled_from([*["plain"] * 5, "long", "ar", "blocks"])
 @given(patterns(), WAYS, st.integers(0, 99), KINDS)
 @example("(a|b)*a(a|b){4}", dict(steps=3, seed=0, order="confidence"), 0, "plain")
 @example("(ab|c){3,9}", dict(steps=8, seed=0), 0, "blocks")
+@example("(ab|c){2,9}d?", dict(threshold=0.6, seed=1), 1, "plain")
+@example("(ab|c){2,9}d?", dict(entropy_bound=0.5, seed=2), 2, "plain")
 @example("(a|bc)+d", dict(steps=8, seed=0), 0, "long")
 @example("ab?|b?c", dict(steps=8, seed=0, temperature=0.0, cfg=50.0), 1, "plain")
 def test_every_fill_matches(pattern, way, seed, kind):
     matched(pattern, way, seed, MODELS[kind], kind)
-
-
-@slow
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(patterns(), WAYS, st.integers(0, 99), KINDS)
-def test_every_fill_of_a_thousand_patterns_matches(pattern, way, seed, kind):
-    matched(pattern, way, seed, MODELS[kind], kind)
-
-
-@pytest.mark.parametrize("way", [dict(threshold=0.6), dict(entropy_bound=0.5)], ids=str)
-def test_fills_match_where_the_network_says_how_many_are_revealed(way):
-    for seed in range(3):
-        matched("(ab|c){2,9}d?", dict(way, seed=seed), seed, MODELS["plain"], "plain")
 
 
 @settings(max_examples=40, deadline=None)
@@ -423,9 +408,16 @@ REFUSED = [
     # (a gap, gaps that are accepted instead)
     ("[___:a(b]", "[___:a(b)]", "[___:a\\(b]"),
     ("[___:^a$]", "[___:a]", "[___:\\^?a]"),
+    ("[___:a|b$]", "[___:a|b]"),
+    ("[___:a)(b]", "[___:a\\)\\(b]"),
+    ("[___:a++b]", "[___:a+b]"),
+    # A set with [ for Python, a class within a class for the library; and their differences.
+    ("[___:[:[a]b]]", "[___:[:\\[a]b]"),
+    ("[___:[a&&b]]", "[___:[a\\&b]]"),
+    ("[___:[a--b]]", "[___:[ab-]]"),
+    ("[___:[a~~b]]", "[___:[a~b]]"),
     ("[___:(?=a)a]", "[___:a]"),
     ("[___:(a|b)\\1]", "[___|aa|bb]"),
-    ("[___:a{20000}]", "[___:a{2}]"),
     ("[___:\u00e9+]", "[___:a+]"),
     ("[___:" + "b" * (1 << 16) + "c]", "[___:b{9}c]"),
     ("[___:a", "[___:a]", "\\[___:a█"),
@@ -559,6 +551,3 @@ def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
     assert entry.run(sample.main, [f"--batch={batch}", *flags]) == 2
     out = capfd.readouterr()
     assert not out.out and "line 2 of" in out.err and "not a regular expression" in out.err
-
-
-# ---- What it costs

@@ -12,7 +12,6 @@ from conftest import ROOT, Toy, hashed_world
 
 import sample
 from nanomdlm.support.data.tokenizer import Tokenizer
-from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.lengths import score_lengths
 from nanomdlm.support.infill.templates import Gap, encode_segments
 from studies import lengths
@@ -136,20 +135,3 @@ def test_the_yardstick_hides_one_gap_in_a_line_and_counts_what_it_was():
     rows = [dict(name="search") | row, dict(name="before") | row | dict(seconds=4.0)]
     line = lengths.table(rows).splitlines()[2]
     assert line.startswith("| all | search | 1 | 100.0") and line.endswith("| 1.0 | 0.25 |")
-
-
-def test_the_yardstick_says_what_it_needs(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat and ate the rat\n" * 20, encoding="utf-8")
-    results = f"--results={tmp_path / 'r.jsonl'}"
-    for argv, words in (
-        ([], "--data is missing; give the text that the model has learned"),
-        ([f"--data={text}"], "the text has 1 lines with such gaps, not 400; give fewer --gaps"),
-        (
-            [f"--data={text}", "--training", "--gaps=1", "--skip=nobody"],
-            "names no contestant; give some of search, candidates, known",
-        ),
-    ):
-        with pytest.raises(UserError, match=words):
-            lengths.main([*argv, results])
-    assert not (tmp_path / "r.jsonl").exists()

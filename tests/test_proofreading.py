@@ -6,10 +6,7 @@ import json
 import math
 import os
 import random
-import re
 import sys
-import tracemalloc
-from collections import Counter
 
 import pytest
 import tokenizer_kinds
@@ -17,15 +14,16 @@ import torch
 from conftest import ROOT, Toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_reliability import small_disk
 
 import mdlm
 import sample
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.proofread import file as fixing
 from nanomdlm.support.proofread import mistakes, proofreader, races
-from nanomdlm.support.proofread import words as words_of_text
+from nanomdlm.support.proofread.changes import Change, Part
+from nanomdlm.support.proofread.file import Shown
 from nanomdlm.support.proofread.proofreader import Proofreader
 from nanomdlm.support.proofread.races import Edit
 from nanomdlm.support.proofread.tokens import Cutter, Token
@@ -142,7 +140,7 @@ def test_the_prior_is_a_distribution_that_knows_the_keyboard():
         assert torch.allclose(table.exp().sum(1), torch.ones(V).double())
     s, w, p = map(LETTERS.index, "swp")
     each = math.log(0.95 / 0.0125)  # 5 % of mistakes in four kinds
-    assert prior.insertion() == prior.swap() == pytest.approx(each)
+    assert prior.each == pytest.approx(each)
     beside = prior.substitution(wrong=w, right=s)  # s has six letters beside it
     assert beside == pytest.approx(each - math.log(0.5 / 6 + 0.5 / V))
     assert prior.substitution(wrong=p, right=s) == pytest.approx(each - math.log(0.5 / V))
@@ -186,10 +184,10 @@ def test_names_that_a_text_has_elsewhere_stay():
     new = Edit(at, at + 1, (LETTERS.index("l"),), "substitution", cost=8.0, gain=9.0)
     reader = Proofreader(*alphabet())
     assert reader.best_apart(window, [new]) == [new], "of a text whose words are not known"
-    reader.words = Words([text])
+    reader.words = Words(text)
     assert reader.best_apart(window, [new]) == []
     assert reader.best_apart(window, [one]) == [one], "a word that it has, too"
-    reader.words = Words([text.replace("\nkate", "\nkato").replace("\nkato", "\nkate", 1)])
+    reader.words = Words(text.replace("\nkate", "\nkato").replace("\nkato", "\nkate", 1))
     assert reader.best_apart(window, [new]) == [new], "it stands there alone"
     sure = new._replace(gain=15.0)
     assert reader.best_apart(window, [sure]) == [sure], "what is likelier than this still changes"
@@ -209,7 +207,7 @@ def test_a_name_costs_more_to_change(text, right, is_kept):
     model, _ = alphabet(T=64)
     model.vocab_size = model.mask_id = len(letters)
     reader = Proofreader(model, Tokenizer("char", list(letters)))
-    reader.words = Words([text])
+    reader.words = Words(text)
     window = [Token(letters.index(c), c.encode()) for c in text]
     at = text.lower().index("oswin")
     edit = Edit(at, at + 1, (letters.index(right),), "substitution", 8.0, gain=9.0, logp=-1.0)
@@ -217,32 +215,6 @@ def test_a_name_costs_more_to_change(text, right, is_kept):
     assert reader.best_apart(window, [edit._replace(gain=15.0)]), "what is likelier than this"
     unknown = edit._replace(gain=50.0, logp=-20.0)  # no name that the network knows either
     assert (reader.best_apart(window, [unknown]) == []) == is_kept
-
-
-@given(st.text(" aB_é1-\n", max_size=60), st.integers(1, 9))
-def test_words_are_counted_however_a_text_arrives(text, size):
-    words = Words(text[i : i + size] for i in range(0, len(text), size))
-    counts = Counter(re.findall(r"[^\W_]+", text.lower()))
-    assert all(words[word] == n for word, n in counts.items())
-    assert counts.keys() == words.counts.keys() | ({words.last.lower()} - {""})
-
-
-def test_a_stream_knows_the_words_up_to_each_window():
-    """Of a pipe, too, a name that occurs twice is known, from the window with the second one on."""
-    text = "kate\n" + LETTERS * 3 + "kate\n"
-    reader = Proofreader(*alphabet())
-    known = []
-    for _ in reader.parts(text):
-        known.append(reader.words.has_elsewhere(["kate"]))
-    assert known[0] is False and known[-1] is True and len(known) > 2
-    assert reader.words["kate"] == 2
-
-
-def test_words_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(words_of_text, "MOST", 100)
-    words = Words([" ".join(f"name w{i}" for i in range(1000)), "x" * 1000, "x " * 5])
-    assert len(words.counts) <= 101 and len(words.last) <= 65
-    assert words["name"] > 900 and not words["x" * 1000]
 
 
 # ---- The study
@@ -270,17 +242,12 @@ def test_what_is_not_doubtful_stays_byte_for_byte(odd, has_end):
     assert (fixed.text, fixed.changes) == (text, [])
 
 
-def test_line_ends_of_windows_are_kept():
+def test_line_ends_and_unknown_characters_stay_beside_changes():
     text = LINE.replace("\n", "\r\n")
-    assert sample.fix(*alphabet(), text).text == text
     wrong = text.replace("mno", "mo", 1).replace("z\r\na", "za", 1)  # a lost line end, too
     assert sample.fix(*alphabet(), wrong).text.count("\r\n") == text.count("\r\n")
-
-
-def test_unknown_characters_are_hidden_and_kept():
     text = LETTERS + "abcdéfghizklm€opqrstuvwxyz\n" + LETTERS
-    fixed = sample.fix(*alphabet(), text)
-    assert fixed.text == text.replace("z", "\0").replace("i\0k", "ijk").replace("\0", "z")
+    assert sample.fix(*alphabet(), text).text == text.replace("izk", "ijk")
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "word", "bpe", *tokenizer_kinds.KINDS])
@@ -293,8 +260,7 @@ def test_tokens_join_to_the_text(kind, pydoc):
     else:
         tokenizer = Tokenizer(kind, sorted(set(pydoc))) if kind == "char" else small(kind, pydoc)
     cutter = Cutter(tokenizer)
-    pieces = [text[i : i + 700] for i in range(0, len(text), 700)]
-    tokens = list(cutter.tokens(pieces))
+    tokens = list(cutter.tokens(text))
     assert b"".join(token.lead + token.own for token in tokens) == text.encode()
     assert sum(token.id != tokenizer.mask_id for token in tokens) > 100
 
@@ -327,54 +293,6 @@ def test_words_are_replaced_by_words():
     assert [(c.before.strip(), c.after.strip()) for c in fixed.changes] == [("two", "three")]
 
 
-# ---- Streams
-def test_windows_do_not_depend_on_how_a_text_arrives():
-    rng = random.Random(0)
-    text = LETTERS * 12
-    for i in sorted(rng.sample(range(20, len(text) - 20, 25), 8), reverse=True):
-        text = text[:i] + text[i + 1 :] if i % 2 else text[:i] + "q" + text[i:]
-    reader = Proofreader(*alphabet())
-    results = []
-    for size in (1, 7, 1000):
-        pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        results.append([part for parts in reader.parts(pieces) for part in parts])
-    assert results[0] == results[1] == results[2]
-    assert "".join(part.before for part in results[0]) == text
-    assert "".join(part.after for part in results[0]) == LETTERS * 12
-
-
-def test_more_insertions_than_a_context_has_room_for():
-    text = LETTERS * 6
-    wrong = "".join(c for i, c in enumerate(text) if i < 8 or i % 10)
-    fixed = sample.fix(*alphabet(T=64), wrong)
-    assert len(wrong) < len(fixed.text) <= len(text)
-
-
-def test_an_endless_line_takes_no_more_memory():
-    """Windows appear as they are done, and nothing of those before them is kept."""
-    read = 0
-
-    def endless():
-        nonlocal read
-        while True:
-            read += 1
-            yield "abcdefghijklmnopqrstuvwxyz~" * 20
-
-    shown = fixing.Shown(io.StringIO())
-    reader = Proofreader(*alphabet(letters=LETTERS[:-1] + "~"))
-    sizes = []
-    tracemalloc.start()
-    for n, parts in enumerate(itertools.islice(reader.parts(endless()), 120), 1):
-        for part in parts:
-            shown.add(part)
-        assert read * 540 < n * 24 + 540 + 64, "more was read than the next window needs"
-        if n % 60 == 0:
-            sizes.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert sizes[1] < sizes[0] + 50_000
-    assert len(shown.before) <= fixing.AROUND
-
-
 # ---- Files
 @pytest.fixture
 def proofread(monkeypatch, tmp_path, capfdbinary):
@@ -405,6 +323,30 @@ def test_changes_are_shown_and_the_file_stays(proofread, tmp_path):
     assert (tmp_path / "a.txt").read_bytes() == WRONG.encode()
 
 
+def test_of_long_lines_the_parts_around_changes_are_shown():
+    """Across parts and lines, whose ends are not shown."""
+    stream = io.StringIO()
+    shown = Shown(stream)
+    for text in ("one\r\n" + "a" * 50, "b" * 30, 7, "c" * 60, 8, "d" * 90, 9, "e\r\nf", "g"):
+        change = Change(0, text, 1, "deletion", "x", "", 1.0, None, None)
+        shown.add(Part(text, text) if isinstance(text, str) else Part("x\n", "y", change))
+    shown.end()
+    long = ["…" + "a" * 10 + "b" * 30, "c" * 60, "d" * 40 + "…"]
+    assert stream.getvalue().splitlines() == [
+        "7: " + "[-x↵-]{+y+}".join(long),
+        "9: …" + "d" * 40 + "[-x↵-]{+y+}e",
+    ]
+
+
+def test_a_full_disk_is_named_and_the_file_is_whole(proofread, tmp_path):
+    wrong = WRONG * 200
+    with small_disk(tmp_path / "disk", "24k") as disk:
+        (disk / "a.txt").write_text(wrong)
+        code, _, err = proofread(f"--fix={disk}/a.txt", f"--output={disk}/a.txt", "--caution=1000")
+        assert code == 2 and f"{disk}/a.txt cannot be written (No space left" in err
+        assert (disk / "a.txt").read_text() == wrong and os.listdir(disk) == ["a.txt"]
+
+
 def test_output_may_be_the_file_itself(proofread, tmp_path):
     for name in ("b.txt", "a.txt"):
         (tmp_path / "a.txt").write_bytes(WRONG.encode())
@@ -412,7 +354,7 @@ def test_output_may_be_the_file_itself(proofread, tmp_path):
         assert (tmp_path / name).read_text() == LETTERS * 3
     (tmp_path / "link").symlink_to("a.txt")
     code, _, err = proofread("--fix=a.txt", "--output=link")
-    assert code == 2 and "while it is read" in err
+    assert code == 2 and "--output=link" in err and (tmp_path / "a.txt").read_text() == LETTERS * 3
     code, out, _ = proofread("--fix=b.txt", "--output=-")
     assert (code, out) == (0, LETTERS * 3)
 
@@ -439,7 +381,7 @@ def test_caution_keeps_surer_changes_alone(proofread, tmp_path):
     wrong = LETTERS + LETTERS.replace("ij", "ji") + LETTERS
     (tmp_path / "a.txt").write_bytes(wrong.encode())
     [change] = sample.fix(*alphabet(), wrong).changes
-    excess = change.gain - Proofreader(*alphabet()).prior.swap()
+    excess = change.gain - Proofreader(*alphabet()).prior.each
     for caution, n in ((excess - 0.1, 1), (excess + 0.1, 0)):
         assert proofread("--fix=a.txt", f"--caution={caution}")[2].startswith(f"{n} change")
 
@@ -448,6 +390,9 @@ def test_standard_input(proofread, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WRONG.encode())))
     code, out, _ = proofread("--fix=-", "--output=-")
     assert (code, out) == (0, LETTERS * 3)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WRONG.encode() + b"\xff")))
+    code, _, err = proofread("--fix=-", "--output=b.txt")
+    assert code == 2 and "line 4 of standard input" in err and not os.path.exists("b.txt")
 
 
 @pytest.mark.parametrize(
@@ -468,27 +413,10 @@ def test_what_is_no_text_is_refused(proofread, tmp_path, content, said):
     assert (tmp_path / "b.txt").read_bytes() == (tmp_path / "a.txt").read_bytes()
 
 
-def test_damage_in_a_pipe_leaves_no_file(proofread, monkeypatch, tmp_path):
-    stream = io.BytesIO(WRONG.encode() * 40 + b"\xff")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
-    monkeypatch.setattr(fixing, "CHUNK", 100)
-    code, _, err = proofread("--fix=-", "--output=b.txt")
-    assert code == 2 and "line 121 of standard input" in err
-    assert os.listdir(tmp_path) == []
-
-
 def test_what_cannot_be_read_is_refused(proofread):
     for path in (".", "gone.txt"):
         code, out, err = proofread(f"--fix={path}")
-        assert (code, out) == (2, "") and f"--fix={path}" in err and err.count("\n") == 1
-
-
-def test_what_goes_nowhere_is_refused(proofread, tmp_path):
-    (tmp_path / "a.txt").write_text(WRONG)
-    code, _, err = proofread("--output=b.txt")
-    assert code == 2 and "--fix" in err
-    code, _, err = proofread("--fix=a.txt", "--json=-", "--output=-")
-    assert code == 2 and err.count("\n") == 1
+        assert (code, out) == (2, "") and path in err and err.count("\n") == 1
 
 
 # ---- Models
@@ -514,6 +442,13 @@ def test_a_short_context_loses_nothing(T):
     fixed = sample.fix(*alphabet(T=T), text, caution=1000)
     assert fixed.text == text
     sample.fix(*alphabet(T=T), text[::2])  # as many insertions as there is room for
+
+
+def test_more_insertions_than_a_context_has_room_for():
+    text = LETTERS * 6
+    wrong = "".join(c for i, c in enumerate(text) if i < 8 or i % 10)
+    fixed = sample.fix(*alphabet(T=64), wrong)
+    assert len(wrong) < len(fixed.text) <= len(text)
 
 
 def test_the_shipped_weights_repair_a_sentence():

@@ -11,7 +11,6 @@ import pickle
 import random
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -565,16 +564,6 @@ def test_only_the_default_falls_back(offline, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sources, "shakespeare", lambda: tmp_path / "never read")
     assert run_mdlm("--resume", "--max_steps=3", flags[-1]) == 0, "online too"
     assert checkpoint.read_state(tmp_path / "o" / "step-3")["step"] == 3
-
-
-def test_eval_says_what_it_scores_instead(offline, capsys):
-    flags = ["--windows=2", "--passes=1", "--pictures=none", f"--out_dir={checkpoint.SHIPPED}"]
-    code, out, said = call(eval.main, capsys, *flags, "--json=-")
-    found = json.loads(out)
-    assert code == 0
-    assert Path(found["data"]).name == "excerpt.txt" and found["in_place_of"] == "shakespeare"
-    code, _, said = call(eval.main, capsys, *flags, "--data=shakespeare")
-    assert code == 2 and said.count("\n") == 1 and "--data=FILE" in said, "not what was asked for"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -281,20 +280,6 @@ sys.exit(entry.run(lambda argv: print("x" * 100_000) or 0, []))
 
 # --------------------------------------------------------------------------------------------------
 # Output
-
-
-def test_shipped_model_is_scored_without_network(capsys, monkeypatch, tmp_path):
-    def offline():
-        raise OSError("no network")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sources, "shakespeare", offline)
-    r = call(eval.main, capsys, "--windows=4", "--passes=1", "--json=-", "--pictures=none")
-    assert r.code == 0 and "no network" in r.err and "imitation" in r.err
-    found = json.loads(r.out)
-    assert found["windows"] == 4 and 1 < found["nelbo"] < 2
-    assert Path(found["data"]).name == "excerpt.txt"
-    assert not shutil.os.listdir(tmp_path)
 
 
 def test_output_that_fails_does_not_end_a_run(run, capsys, monkeypatch):

@@ -24,8 +24,6 @@ from nanomdlm.support.cli.terminal import (
 from nanomdlm.support.errors import RankError, SharedError, UserError
 
 # OSErrors that are about a path, not about a full disk.
-NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
-NO_PLACE += (errno.ENAMETOOLONG,)
 LONGEST = 200  # characters of a path that are shown
 FIRST_RANK_SPEAKS = 2.0  # seconds that another rank waits before it says its own mistake
 
@@ -145,8 +143,11 @@ def report_file(error, name):
     path = os.fspath(path or f"a file or {STDOUT}")
     if len(path) > LONGEST:
         path = f"{path[:LONGEST]}..."
-    fix = "check that path" if error.errno in NO_PLACE else "check that and the free space"
-    warn(f"{name}: {error.strerror or error}: {path}; {fix}")
+    why = error.strerror or error
+    if error.errno == errno.ENOSPC:  # only writing needs space
+        warn(f"{name}: {path} cannot be written ({why}); free some space")
+    else:
+        warn(f"{name}: {why}: {path}; check that path")
     return 2
 
 

@@ -6,7 +6,9 @@ members lead to the same states, so a pass over a position costs states x classe
 """
 
 import contextvars
+import copy
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -21,43 +23,24 @@ from nanomdlm.support.errors import UserError
 
 PROGRAM = Path(build_automaton.__file__)
 SECONDS = 30  # of waiting for it
+MOST_CHARACTERS = 1 << 16  # of a pattern
 MOST_STEPS = 1 << 30  # bytes of tokens that are followed from all states
 MOST_CELLS = 1 << 20  # states x classes: a pass over a position takes some milliseconds
 PASS = 1 << 22  # numbers that are in memory at once
-SMALLER = build_automaton.SMALLER
 
 # A function that raises where nobody waits for an automaton any more. It is called while one is
 # built, in the context of the thread that builds.
 still_wanted = contextvars.ContextVar("still_wanted", default=lambda: None)
 
 
-def remembered(maxsize):
-    """functools.lru_cache that remembers UserErrors too: what was refused once takes no time."""
-
-    def decorate(function):
-        @functools.lru_cache(maxsize)
-        def outcome(*args):
-            try:
-                return function(*args), None
-            except UserError as e:
-                return None, str(e)
-
-        @functools.wraps(function)
-        def call(*args):
-            value, refusal = outcome(*args)
-            if refusal is not None:
-                raise UserError(refusal)
-            return value
-
-        call.cache_clear = outcome.cache_clear
-        return call
-
-    return decorate
+def too_large(pattern):
+    fix = "give shorter counts, fewer choices, or [a-z] in place of \\w"
+    return UserError(f"the automaton of {pattern[:40]!r} is too large; {fix}")
 
 
 # ---- Patterns
 def run_builder(pattern):
-    """Run build_automaton.py; return its numbers. Raises ValueError, MemoryError, TimeoutExpired"""
+    """Run build_automaton.py; return its numbers. Raises UserError as byte_automaton does."""
     command = [sys.executable, str(PROGRAM)]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + SECONDS
@@ -72,30 +55,25 @@ def run_builder(pattern):
                 except subprocess.TimeoutExpired:
                     content = None  # it is being sent
                     if time.monotonic() > deadline:
-                        raise
+                        raise too_large(pattern) from None
         finally:
             process.kill()
     if process.returncode == build_automaton.REFUSED:
-        raise ValueError(err.decode(errors="replace"))
+        raise UserError(err.decode(errors="replace"))
     if process.returncode:  # the limits, or the system, have ended it
-        raise MemoryError
+        raise too_large(pattern)
     return np.frombuffer(out, np.int32)
 
 
-@remembered(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def byte_automaton(pattern):
     """Return (next (Q + 1, 256) int32, accepts (Q + 1,) bool) over bytes; state Q is dead.
 
     Raises UserError for patterns that are invalid, match nothing, or need too much time or memory.
     """
-    if len(pattern) > build_automaton.MOST_BYTES:  # before it is copied anywhere
-        raise UserError(build_automaton.too_long(pattern))
-    try:
-        numbers = run_builder(pattern)
-    except (MemoryError, subprocess.TimeoutExpired):
-        raise UserError(f"the automaton of {pattern[:40]!r} is too large; {SMALLER}") from None
-    except ValueError as e:
-        raise UserError(str(e)) from None
+    if len(pattern) > MOST_CHARACTERS:  # before it is copied anywhere
+        raise too_large(pattern)
+    numbers = run_builder(pattern)
     states, finals = numbers[:2]
     source, byte, target = numbers[2 + finals :].reshape(-1, 3).T
     table = np.full((states + 1, 256), states, np.int32)
@@ -115,21 +93,31 @@ def escaped(c):
 
 
 # ---- Tokens
-@functools.lru_cache(maxsize=4)
-def spellings(tokenizer):
-    """Return two lists of V: the bytes of each token within a text, and at the beginning of one.
+@functools.lru_cache(maxsize=8)
+def spellings(tokenizer, is_first=False, space=""):
+    """The bytes that each of V tokens adds to the text that is shown.
 
-    None: a gap that must match never has it, as [END], [MASK] and tokens without a text.
+    is_first: whether the text begins there. space: what becomes of a space in front: "" (it stays),
+    "drop", or "lent" (it must be there, and is shown before the gap). None: a gap that must match
+    never has this token, such as [END], [MASK] and tokens without a text.
     """
     never = {tokenizer.end_id, tokenizer.mask_id, *tokenizer.special_ids().values()}
     if tokenizer.kind == "file":
         never.add(tokenizer.library.unknown_id)
+    ids = range(tokenizer.vocab_size)
+    texts = [b"" if i in never else tokenizer.token(i, is_first) for i in ids]
+    if space == "lent":
+        return [text[1:] if text.startswith(b" ") else None for text in texts]
+    texts = [text or None for text in texts]
+    return [text and without_space(text) for text in texts] if space else texts
 
-    def drawable(first):
-        ids = range(tokenizer.vocab_size)
-        return [None if i in never else tokenizer.token(i, first) or None for i in ids]
 
-    return drawable(False), drawable(True)
+def without_space(text):
+    """The bytes of a token without a space in front; None: a part of a character, perhaps one."""
+    shown = text.decode("utf-8", "ignore")
+    if not shown:
+        return None
+    return text[len(shown[0].encode()) :] if shown[0].isspace() else text
 
 
 class Spelling:
@@ -139,6 +127,7 @@ class Spelling:
     """
 
     def __init__(self, texts, ids):
+        ids = [i for i in ids if texts[i] is not None]
         self.ids = np.array(sorted(ids, key=lambda i: -len(texts[i])), np.int64)
         spelled = [texts[i] for i in self.ids]
         self.total = sum(map(len, spelled))
@@ -164,15 +153,14 @@ class Automaton:
     next     (S + 1, C) int64: state, class -> state
     classes  (V,) int64: token -> class
     accepts  (S + 1,) bool
-    is_free  whether any non-empty text of tokens matches: then there is nothing to do
+    shortest  the number of tokens of the shortest text that matches
     follows  (S + 1, D) int64: the classes that lead on from a state; C where there are no more
     """
 
-    def __init__(self, pattern, bytes_table, bytes_accept, next, classes, accepts, is_free):
+    def __init__(self, pattern, over_bytes, next, classes, accepts, shortest):
         self.pattern = pattern
-        self.bytes_table = bytes_table
-        self.bytes_accept = bytes_accept
-        self.is_free = is_free
+        self.over_bytes = over_bytes  # what byte_automaton returns
+        self.shortest = shortest
         self.next = torch.from_numpy(next)
         self.classes = torch.from_numpy(classes)
         self.accepts = torch.from_numpy(accepts)
@@ -185,22 +173,17 @@ class Automaton:
         dead = torch.full((self.S + 1, 1), self.S)
         self.after = torch.cat([self.next, dead], 1).gather(1, self.follows)
         self.reached = [self.accepts]  # by n: (S + 1,) bool, whether n tokens from there match
-        self.shortest = shortest(self)
+        self.on_device = {}
 
     def to(self, device):
         """A copy of the tensors on a device; itself on the CPU."""
         if torch.device(device).type == "cpu":
             return self
-        if not hasattr(self, "copies"):
-            self.copies = {}
-        if device not in self.copies:
-            copy = object.__new__(Automaton)
-            for name, value in vars(self).items():
-                if name != "copies":
-                    is_tensor = isinstance(value, torch.Tensor)
-                    setattr(copy, name, value.to(device) if is_tensor else value)
-            self.copies[device] = copy
-        return self.copies[device]
+        if device not in self.on_device:
+            other = self.on_device[device] = copy.copy(self)
+            for name in ("next", "classes", "accepts", "follows", "after"):
+                setattr(other, name, getattr(self, name).to(device))
+        return self.on_device[device]
 
     def can_end(self, n):
         """(S + 1,) bool: whether a text of n tokens from each state on matches."""
@@ -225,67 +208,32 @@ class Automaton:
 
     def matches(self, text):
         """Whether a text matches, by the automaton over bytes."""
+        table, accepts = self.over_bytes
         state = 0
         for byte in text.encode("utf-8", "surrogatepass"):
-            state = self.bytes_table[state, byte]
-        return bool(self.bytes_accept[state])
+            state = table[state, byte]
+        return bool(accepts[state])
 
 
-def shortest(automaton):
-    """The number of tokens of the shortest text that matches; None if none does."""
-    state = torch.zeros(automaton.S + 1, dtype=torch.bool)
-    state[0] = True
-    for n in range(automaton.S + 1):
-        still_wanted.get()()
-        if (state & automaton.accepts).any():
-            return n
-        reached = torch.zeros_like(state)
-        reached[automaton.after[state].flatten()] = True
-        reached[automaton.S] = False
-        state = reached
-    return None
-
-
-def first_spellings(tokenizer, is_first, space):
-    """The bytes that each token adds to the text that is shown, as the first one of a gap.
-
-    is_first: whether the text begins there. space: what becomes of a space in front: "" (it stays),
-    "drop", or "lent" (it must be there, and is shown before the gap).
-    """
-    within, first = spellings(tokenizer)
-    texts = first if is_first else within
-    if not space:
-        return texts
-    return [None if text is None else without_space(text, space) for text in texts]
-
-
-def without_space(text, space):
-    if space == "lent":
-        return text[1:] if text[:1] == b" " else None
-    shown = text.decode("utf-8", "ignore")
-    if not shown:  # a part of a character, which may be a space
-        return None
-    return text[len(shown[0].encode()) :] if shown[0].isspace() else text
-
-
-@remembered(maxsize=32)
+@functools.lru_cache(maxsize=32)
 def automaton_of(pattern, tokenizer, is_first=False, space=""):
     """Return the Automaton of a pattern over the tokens of a tokenizer.
 
-    is_first, space: see `first_spellings`. Raises UserError for a pattern that cannot be used, and
-    where no text of these tokens matches.
+    is_first, space: of the first token, see `spellings`. Raises UserError for a pattern that cannot
+    be used, and where no text of these tokens matches.
     """
     table, accepts = byte_automaton(pattern)
-    within, _ = spellings(tokenizer)
-    beginning = first_spellings(tokenizer, is_first, space)
-    shown = repr(pattern[:40])
-
-    later = Spelling(within, [i for i, text in enumerate(within) if text])
-    start = Spelling(beginning, [i for i, text in enumerate(beginning) if text is not None])
     dead = len(table) - 1
+    V = tokenizer.vocab_size
+    within = spellings(tokenizer)
+    beginning = spellings(tokenizer, is_first, space)
+    start = Spelling(beginning, range(V))
+    later = Spelling(within, range(V))
     # 1. Which states of the automaton over bytes are those between tokens; each token's hash of
     # all states to which it leads.
-    V = tokenizer.vocab_size
+    states = []
+    is_known = np.zeros(dead + 1, bool)
+    is_known[dead] = True
     g = np.random.default_rng(0)
     value = g.integers(1, 1 << 64, (2, dead + 1), dtype=np.uint64)
     value[:, dead] = 0
@@ -295,64 +243,55 @@ def automaton_of(pattern, tokenizer, is_first=False, space=""):
         for to in reached:
             factor = g.integers(0, 1 << 63, (2, 1), dtype=np.uint64) * 2 + 1
             hashes[:, spelling.ids] += factor * value[:, to]
+        new = np.unique(reached)
+        states.extend(new[~is_known[new]])
+        is_known[new] = True
 
-    reached = start.follow(table, np.zeros(1, np.int64))
-    note(start, reached)
-    number = {}  # state over bytes -> state between tokens
-    todo = [int(q) for q in np.unique(reached) if q != dead]
-    work = 0
-    while todo:
+    note(start, start.follow(table, np.zeros(1, np.int64)))
+    done = 0
+    while done < len(states):
         still_wanted.get()()
-        batch = todo[: max(1, PASS // max(1, V))]
-        todo = todo[len(batch) :]
-        number |= {q: 1 + len(number) + i for i, q in enumerate(batch)}
-        work += len(batch) * later.total
-        if work > MOST_STEPS:
-            raise UserError(f"the automaton of {shown} is too large; {SMALLER}")
-        reached = later.follow(table, np.array(batch))
-        note(later, reached)
-        known = {*number, *todo, dead}
-        todo += [int(q) for q in np.unique(reached) if int(q) not in known]
+        batch = states[done : done + max(1, PASS // V)]
+        done += len(batch)
+        if done * later.total > MOST_STEPS:
+            raise too_large(pattern)
+        note(later, later.follow(table, np.array(batch)))
     # 2. Its table, with a column for each class.
     _, members, classes = np.unique(hashes, axis=1, return_index=True, return_inverse=True)
-    S = 1 + len(number)
-    if (S + 1) * len(members) > MOST_CELLS:
-        raise UserError(f"the automaton of {shown} is too large; {SMALLER}")
-    of_state = np.full(dead + 1, S, np.int64)
-    of_state[list(number)] = list(number.values())
-    next = np.full((S + 1, len(members)), S, np.int64)
-    column = {int(id): c for c, id in enumerate(members)}
-    some = Spelling(beginning, [i for i in column if beginning[i] is not None])
-    next[0, [column[i] for i in some.ids.tolist()]] = of_state[some.follow(table, np.zeros(1, int))]
-    some = Spelling(within, [i for i in column if within[i]])
-    if number:
-        columns = [column[i] for i in some.ids.tolist()]
-        next[np.ix_([*number.values()], columns)] = of_state[
-            some.follow(table, np.array([*number]))
-        ]
-    token_accepts = np.zeros(S + 1, bool)
-    token_accepts[[*number.values()]] = accepts[[*number]]
-    token_accepts[0] = accepts[0] and space != "lent"  # the space is some token's
-    next = without_dead_ends(next, token_accepts)
     classes = classes.reshape(-1)
-    # Any fill but an empty one matches: then there is nothing to do.
-    marks = {tokenizer.end_id, tokenizer.mask_id} & {*range(V)}
-    is_free = len(later.ids) + len(marks) == V and bool(token_accepts[1:S].all())
-    is_free &= bool((next[:S, classes[later.ids]] != S).all())
-    made = Automaton(pattern, table, accepts, next, classes, token_accepts, is_free)
-    if made.shortest is None:
-        what = f"no text of the tokens that this model knows matches {shown}"
+    states = np.array(states, np.int64)
+    S = 1 + len(states)
+    if (S + 1) * len(members) > MOST_CELLS:
+        raise too_large(pattern)
+    number = np.full(dead + 1, S)  # state over bytes -> state between tokens
+    number[states] = np.arange(1, S)
+    next = np.full((S + 1, len(members)), S)
+    for texts, rows, sources in (
+        (beginning, [0], np.zeros(1, int)),
+        (within, number[states], states),
+    ):
+        some = Spelling(texts, members)
+        next[np.ix_(rows, classes[some.ids])] = number[some.follow(table, sources)]
+    token_accepts = np.zeros(S + 1, bool)
+    token_accepts[1:S] = accepts[states]
+    token_accepts[0] = accepts[0] and space != "lent"  # the space is some token's
+    next, shortest = without_dead_ends(next, token_accepts)
+    if shortest is None:
+        what = f"no text of the tokens that this model knows matches {pattern[:40]!r}"
         raise UserError(f"{what}; give a pattern of the characters of its training text")
-    return made
+    return Automaton(pattern, (table, accepts), next, classes, token_accepts, shortest)
 
 
 def without_dead_ends(next, accepts):
-    """`next` (S + 1, C) with states from which nothing matches replaced by the dead state."""
+    """(`next` (S + 1, C) with states from which nothing matches replaced by the dead state, the
+    number of tokens of the shortest text that matches, or None)"""
     alive = accepts.copy()
-    while True:
+    shortest = None
+    for n in itertools.count():
         still_wanted.get()()
+        if shortest is None and alive[0]:
+            shortest = n
         more = alive | alive[next].any(1)
         if (more == alive).all():
-            break
+            return np.where(alive[next], next, len(next) - 1), shortest
         alive = more
-    return np.where(alive[next], next, len(next) - 1)

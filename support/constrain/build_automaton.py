@@ -8,79 +8,53 @@ this file, whose main() limits itself, and stops it. It imports nothing that is 
 
 import array
 import contextlib
+import itertools
 import re
 import sys
-import warnings
 
 SECONDS = 10  # of computing
 MEMORY = 2 << 30  # bytes; not every system can limit them
 MOST_STATES = 1 << 15
-MOST_BYTES = 1 << 16  # of a pattern
-MOST_COUNT = 10_000  # in a{COUNT}
-SMALLER = "give shorter counts, fewer choices, or [a-z] in place of \\w"
 LAST = "\U0010ffff"  # a character that no text has
 REFUSED = 3  # exit code: the pattern is refused, and standard error says why
 
-# Escaped characters and classes, in which signs have another meaning. A class without an end goes
-# to the end of the text, so that a pattern of many [ is read once, not once for each of them.
-ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.?|[^\]\\])*(?:\]|\Z)", re.DOTALL)
-
-
-def too_long(pattern):
-    return f"the pattern {pattern[:40]!r} has more than {MOST_BYTES >> 10} kB; {SMALLER}"
+# Escapes that stand for characters or classes. Other escapes are among SIGNS.
+ESCAPE = re.compile(r"\\[^bBAzZ<>1-9]", re.DOTALL)
+# A class without an end goes to the end of the text, so that a pattern of many [ is read once, not
+# once for each of them.
+CLASS = re.compile(r"\[\^?\]?[^\]]*(?:\]|\Z)")
+# What no automaton can do, or what programs read in several ways, in a class and outside of them.
+IN_CLASS = re.compile(r"\[|&&|--|~~")
+SIGNS = re.compile(r"[\^$]|\\.|\(\?<?[=!>]|\(\?P=|[*+?}]\+")
 
 
 def check_pattern(pattern):
-    """Raise ValueError for a pattern that is no whole one, too long, or read in several ways."""
+    """Raise ValueError for a pattern that the library could read in another way than its author."""
     shown = repr(pattern[:40])
-    if len(pattern.encode()) > MOST_BYTES:
-        raise ValueError(too_long(pattern))
-    escapes = ESCAPE_OR_CLASS.findall(pattern)
-    rest = ESCAPE_OR_CLASS.sub("_", pattern)
-    if re.search(r"[\^$]", rest) or any(re.fullmatch(r"\\[bBAzZ<>]", each) for each in escapes):
-        fix = "leave them out, or write \\^ and \\$ for the characters"
-        raise ValueError(f"{shown} has an anchor, and a pattern matches the whole gap; {fix}")
-    if re.search(r"\(\?<?[=!>]", rest):
-        raise ValueError(f"{shown} looks around, which no automaton can; write what the gap has")
-    if any(re.fullmatch(r"\\[1-9]", each) for each in escapes) or "(?P=" in rest:
-        fix = "write a list of texts: [___|aa|bb]"
-        raise ValueError(f"{shown} refers back, which no automaton can; {fix}")
-    if re.search(r"[*+?}]\+", rest):
-        fix = "leave out the second sign"
-        raise ValueError(f"{shown} has a possessive count, which is not known; {fix}")
-    depth = 0
-    for sign in rest:
-        depth += (sign == "(") - (sign == ")")
-        if depth < 0:
-            break
-    if depth:
+    plain = ESCAPE.sub("_", pattern)
+    for each in CLASS.findall(plain):
+        if found := IN_CLASS.search(each, 1):
+            what = f"programs read {found[0]} in a class, as in {shown}, in several ways"
+            raise ValueError(f"{what}; write \\ before each such sign")
+    rest = CLASS.sub("_", plain)
+    if found := SIGNS.search(rest):
+        names = "anchors, lookaround, back-references, and possessive counts cannot be used"
+        why = "a pattern matches the whole gap"
+        raise ValueError(f"{shown} has {found[0]}: {names}; {why}, so leave it out")
+    depths = itertools.accumulate((sign == "(") - (sign == ")") for sign in rest)
+    if min(depths, default=0) < 0:
         raise ValueError(f"{shown} is not a regular expression: its brackets do not pair; fix it")
-    counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{[0-9, ]*\}", rest)))
-    if any(len(count) > 5 or int(count) > MOST_COUNT for count in counts):
-        raise ValueError(f"{shown} has a count above {MOST_COUNT:,}; give a smaller one")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            re.compile(pattern)  # it may take a minute, which the limits of this process end
-        except (FutureWarning, DeprecationWarning) as e:
-            fix = "write \\ before such a sign"
-            raise ValueError(f"programs read {shown} in several ways ({e}); {fix}") from None
-        except (re.error, OverflowError, RecursionError):
-            pass  # the library has \p{L}, and says itself what it refuses
 
 
 def why_refused(pattern, error):
-    """A sentence for a pattern that the library refuses; Python's reason is the clearer one."""
-    shown = repr(pattern[:40])
+    """Why the library refuses a pattern; Python's reason is the clearer one."""
     if "no transitions" in str(error):
-        return f"no text matches {shown}; mend the pattern"
-    why = str(error)
+        return "no text matches it"
     try:
-        re.compile(pattern)
+        re.compile(pattern)  # it may take a minute, which the limits of this process end
     except (re.error, OverflowError, RecursionError) as e:
-        why = str(e)
-    what = f"{shown} is not a regular expression that outlines-core takes ({why[:200]})"
-    return f"{what}; mend it, or write \\ before a sign"
+        return e
+    return error
 
 
 def build(pattern):
@@ -92,17 +66,17 @@ def build(pattern):
     The library finds the first of several matches: of `a|ab` it would only take "a". So the pattern
     is built with a last character, which makes all but whole matches fail.
     """
-    try:
-        from outlines_core import Index, Vocabulary
-    except ImportError as e:  # started by hand; constraint.py asks for it before
-        raise ValueError(f"{e}; type: pip install outlines-core") from e
+    from outlines_core import Index, Vocabulary
+
     check_pattern(pattern)
     end = 256  # the library's token for the end of a text
     vocabulary = Vocabulary(end, {bytes([i]): [i] for i in range(256)})
     try:
         index = Index(f"(?:{pattern}){LAST}", vocabulary)
     except ValueError as e:
-        raise ValueError(why_refused(pattern, e)) from e
+        what = f"{pattern[:40]!r} is not a regular expression that outlines-core takes"
+        fix = "mend it, or write \\ before a sign"
+        raise ValueError(f"{what} ({str(why_refused(pattern, e))[:200]}); {fix}") from e
     transitions = index.get_transitions()
     matched = set(index.get_final_states())
     names = [index.get_initial_state(), *transitions, *matched]

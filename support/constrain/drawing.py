@@ -57,7 +57,7 @@ def everywhere(model, x, matches, end_id):
         constraints.append(Constraint(one.automaton, *both))
     if constraints and end_id is not None:
         raise UserError("matches and end_id exclude each other; give forbid=[end_id]")
-    return [each for each in constraints if not each.automaton.is_free]
+    return constraints
 
 
 def by_row(templates):
@@ -67,7 +67,7 @@ def by_row(templates):
         at = 0
         for number, segment in enumerate(segments):
             automaton = getattr(segment, "automaton", None)
-            if automaton and segment.length and not automaton.is_free:
+            if automaton and segment.length:
                 found.setdefault((number, automaton), {})[row] = (at, segment.length)
             at += segment.size
     constraints = []
@@ -162,14 +162,12 @@ class Chain:
         is_unknown = offset >= self.known
         reached = [log_of(automaton.can_end(n)).to(mass.device) for n in range(self.N + 1)]
         ahead = [reached[0].expand(R, -1)]
-        some_unknown = is_unknown.any(1).tolist()
         for n in range(1, self.N + 1):
             terms = mass[n - 1][:, automaton.follows] + ahead[-1][:, automaton.after]
             b = terms.logsumexp(-1)
             b = b - b.amax(1, keepdim=True).clamp(min=-1e300)
-            if some_unknown[n - 1]:  # the network says nothing: what can still be reached
-                b = torch.where(is_unknown[n - 1, :, None], reached[n], b)
-            ahead.append(b)
+            # Where the network says nothing: what can still be reached.
+            ahead.append(torch.where(is_unknown[n - 1, :, None], reached[n], b))
         self.ahead = torch.stack(ahead)
         if (self.ahead[self.length, rows, 0] == -torch.inf).any():
             what = f"nothing that matches {automaton.pattern[:40]!r} can be drawn at a gap"
@@ -180,16 +178,11 @@ class Chain:
         automaton = self.automaton
         V = len(automaton.classes)
         known = self.known.minimum(self.length)
-        rows = torch.arange(len(self.length), device=logits.device)
-        state = torch.zeros_like(rows)
+        state = torch.zeros_like(self.length)
         constrained = []
         for offset in range(int(known.max())):
             row = self.row[:, offset]
-            is_drawn = row >= 0
-            if (offset >= known).any() or not is_drawn.all():
-                drawn = (is_drawn & (offset < known)).nonzero()[:, 0]
-            else:
-                drawn = rows
+            drawn = ((row >= 0) & (offset < known)).nonzero()[:, 0]
             id = self.ids[:, offset]
             if len(drawn):
                 at = row[drawn]

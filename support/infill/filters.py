@@ -52,7 +52,7 @@ class Filter:
             automaton = segment.automaton
             if not automaton and tokenizer.kind == "byte" and not (is_endless and k == self.last):
                 automaton = whole_characters(model.vocab_size)
-            if automaton and segment.length and not automaton.is_free:
+            if automaton and segment.length:
                 self.must_match.append((k, automaton, segment.length))
             self.template += [None] * segment.length
             k += segment.length
@@ -144,7 +144,7 @@ def whole_characters(vocab_size):
     step[0, :4] = torch.arange(4)
     step[1:4, 4] = torch.arange(3)
     accepts = torch.tensor([True, False, False, False, False])
-    return SimpleNamespace(next=step, classes=kinds, S=S, accepts=accepts, is_free=False)
+    return SimpleNamespace(next=step, classes=kinds, S=S, accepts=accepts)
 
 
 def matching(automaton, part, k):

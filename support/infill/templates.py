@@ -267,23 +267,26 @@ def read_templates(infill, batch):
         return [infill or None]
     source = "-" if "-" in (infill, batch) else batch
     name = "standard input" if source == "-" else f"--batch={batch}"
-    with open_input(source) as f:
-        content = f.read()
-    if not content:
-        raise UserError(f"{name} is empty; give a file of templates")
-    try:
-        text = content.decode("utf-8-sig")  # skip a byte order mark, keep \r\n
-    except UnicodeDecodeError as e:
-        line = content.count(b"\n", 0, e.start) + 1
-        what = f"line {line} of {name} is not UTF-8 text (byte {e.start})"
-        raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
+    text = read_text(source, name).removeprefix("\ufeff")  # a byte order mark
     text = re.sub("\r?\n\\Z", "", text)  # the end of the last line is not a part of it
     return LINE_END.split(text) if batch else [text]
 
 
-def open_input(path):
-    """Open a file, a pipe or standard input ("-") to read bytes."""
-    return contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb")
+def read_text(path, name):
+    """Return the text of a UTF-8 file, or of standard input ("-"), with its line ends as they are.
+
+    name: what error messages call it. Raises UserError if it is empty, or not UTF-8.
+    """
+    with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as f:
+        content = f.read()
+    if not content:
+        raise UserError(f"{name} is empty; give a text file")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as e:
+        line = content.count(b"\n", 0, e.start) + 1
+        what = f"line {line} of {name} is not UTF-8 text (byte {e.start})"
+        raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
 
 
 def parse_all(infill, batch, to_segments):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -71,42 +72,27 @@ class WordStatistics:
         good = [sum(word in self.known for word in words) for words in lists]
         total = max(1, sum(map(len, lists)))
         known_fraction = sum(good) / total
-        spread = (
-            sum((k - known_fraction * len(words)) ** 2 for k, words in zip(good, lists)) ** 0.5
-            / total
-        )
+        errors = (k - known_fraction * len(words) for k, words in zip(good, lists))
+        spread = math.hypot(*errors) / total
         if not self.known:
             known_fraction = spread = None
         return {"words": known_fraction, "words_se": spread, "distinct": distinct(texts)}
 
 
 # ---- sample.py --compare
-def variants(options, given, settings, resolve):
-    """--compare=NAME=VALUE,VALUE,... -> {"NAME=VALUE": resolve(Options)}, {} without --compare.
+def variants(options, settings, resolve):
+    """--compare=NAME=VALUE,VALUE,... -> {"NAME=VALUE": resolve(Options)}.
 
-    given: the flags of the command line; settings: the names that can be compared.
+    settings: the names that can be compared
     """
-    if not options.compare:
-        return {}
     name, _, values = options.compare.partition("=")
     if name not in settings or not values:
         fix = f"give one of {', '.join(settings)}, as in --compare=temperature=0.5,1"
         raise UserError(f"--compare={options.compare} is not accepted; {fix}")
-    if "" in values.split(","):
-        fix = "give a value after each comma"
-        raise UserError(f"--compare={options.compare} has an empty value; {fix}")
     n = options.num_samples or TEXTS
     rows = {}
     for value in values.split(","):
-        try:
-            asked = parse(type(options), [f"--{name}={value}"], "")
-        except UserError as e:
-            raise UserError(f"--compare={options.compare}: {e}") from None
-        for same in asked.keys() & given.keys():
-            why = f"because --compare={name} sets it in every row; leave one of them out"
-            raise UserError(f"--{same} has no effect, {why}")
-        if f"{name}={value}" in rows:
-            raise UserError(f"--compare has {name}={value} twice; give each value once")
+        asked = parse(type(options), [f"--{name}={value}"], "")
         rows[f"{name}={value}"] = resolve(dataclasses.replace(options, num_samples=n, **asked))
     return rows
 

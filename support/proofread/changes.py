@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from nanomdlm.support.proofread.races import Edit
+from nanomdlm.support.proofread.tokens import bytes_of
 
 
 class Change(NamedTuple):
@@ -34,64 +35,45 @@ class Part(NamedTuple):
     change: Change | None = None
 
 
-class Place:
-    """Follows a text: its characters, lines and columns."""
+def compare(text, position, original, done, edits):
+    """Yield the Parts of a window.
 
-    def __init__(self):
-        self.position = 0
-        self.line = 1
-        self.column = 1
+    text, position: the whole text, and where in it the window begins
+    original, done: Tokens of the window before and after; edits: [(key, Edit), ...], as
+        `Proofreader.correct` returns them
+    """
+    first = original[0].number
+    low = first - 1  # number of the last token that was kept
+    kept = new = b""
+    for token in [*done, None]:
+        if token and token.is_changed:
+            new += bytes_of([token])
+            continue
+        number = token.number if token else original[-1].number + 1
+        old = bytes_of(original[low + 1 - first : number - first])
+        if old == new:
+            kept += old
+        else:
+            kept = kept.decode()
+            if kept:
+                yield Part(kept, kept)
+            position += len(kept)
+            old, kept = old.decode(), b""
+            near = [edit for key, edit in edits if low < key < number]
+            yield Part(old, new.decode(), change(text, position, old, new.decode(), near))
+            position += len(old)
+        new = b""
+        low = number
+        kept += bytes_of([token] if token else [])
+    if kept:
+        yield Part(kept.decode(), kept.decode())
 
-    def after(self, text):
-        """Go on to the end of a text."""
-        self.position += len(text)
-        lines = text.count("\n")
-        self.line += lines
-        self.column = len(text) - text.rfind("\n") if lines else self.column + len(text)
 
-    def compare(self, original, done, edits):
-        """Parts of the `original` tokens of a window and of what is `done`; edits: with keys."""
-        parts = []
-        kept = b""
-        old = new = b""  # since the last token that was kept
-        at = 0
-        low = original[0].number - 1
-        for token in [*done, None]:
-            is_kept = token is None or not token.is_changed
-            if not is_kept:
-                new += token.lead + token.own
-                continue
-            number = original[-1].number + 1 if token is None else token.number
-            while at < len(original) and original[at].number < number:
-                old += original[at].lead + original[at].own
-                at += 1
-            if old != new:
-                if kept:
-                    parts.append(self.kept(kept))
-                    kept = b""
-                near = [edit for key, edit in edits if low < key < number]
-                parts.append(self.change(old.decode(), new.decode(), near))
-            else:
-                kept += old
-            old = new = b""
-            if token is not None:
-                kept += token.lead + token.own
-                at += 1
-                low = number
-        if kept:
-            parts.append(self.kept(kept))
-        return parts
-
-    def kept(self, text):
-        text = text.decode()
-        self.after(text)
-        return Part(text, text)
-
-    def change(self, before, after, edits):
-        """A Part that is changed; text that both have at their ends is not a part of the Change."""
-        only = edits[0] if len(edits) == 1 else Edit(0, 0, (), "substitution")
-        gain = sum(edit.gain for edit in edits)
-        where = (self.position, self.line, self.column)
-        self.after(before)
-        said = (only.kind, before, after, gain, only.p_before, only.p_after)
-        return Part(before, after, Change(*where, *said))
+def change(text, position, before, after, edits):
+    """The Change of one or several Edits at a position of a text."""
+    only = edits[0] if len(edits) == 1 else Edit(0, 0, (), "substitution")
+    line = text.count("\n", 0, position) + 1
+    column = position - text.rfind("\n", 0, position)
+    gain = sum(edit.gain for edit in edits)
+    said = (only.kind, before, after, gain, only.p_before, only.p_after)
+    return Change(position, line, column, *said)

@@ -1,27 +1,24 @@
 """Proofreading of a file (sample.py --fix): reads it, shows what changes, writes the new text.
 
-All of it goes window by window, so that memory does not grow with the file, nor with a line.
+Changes are shown and written window by window, as they are found.
 """
 
-import codecs
 import contextlib
 import html
-import shutil
+import os
 import sys
-import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 from nanomdlm.support.cli import outputs
 from nanomdlm.support.cli.progress import bar
 from nanomdlm.support.cli.terminal import escaped, is_terminal, warn
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import display
-from nanomdlm.support.infill.templates import open_input
+from nanomdlm.support.infill.templates import read_text
 from nanomdlm.support.proofread.proofreader import Proofreader
-from nanomdlm.support.proofread.words import Words
 from nanomdlm.support.run import checkpoint_score
 
-CHUNK = 1 << 16  # bytes that are read at a time
 AROUND = 40  # characters that are shown before and after a change
 REMOVED = "\x1b[9;31m"
 ADDED = "\x1b[1;32m"
@@ -48,56 +45,6 @@ ins { color: #182; font-weight: bold; text-decoration: none; border-bottom: 2px 
 <pre>"""
 
 
-# ---- Reading
-def pieces(f, name):
-    """Yield the text of a binary file in pieces; UserError if it is not UTF-8, or empty."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    at = 0
-    line = 1
-    while True:
-        held = len(decoder.getstate()[0])
-        chunk = f.read(CHUNK)
-        if not (chunk or at):
-            raise UserError(f"{name} is empty; give a text file")
-        try:
-            text = decoder.decode(chunk, final=not chunk)
-        except UnicodeDecodeError as e:
-            line += e.object[held : e.start].count(b"\n")
-            what = f"line {line} of {name} is not UTF-8 text (byte {at - held + e.start})"
-            raise UserError(f"{what}; convert it to UTF-8, for example with iconv") from None
-        if text:
-            yield text
-        if not chunk:
-            return
-        at += len(chunk)
-        line += chunk.count(b"\n")
-
-
-@contextlib.contextmanager
-def reading(path):
-    """Context manager: (pieces of a text, its words.Words).
-
-    It is read twice, so that it is checked and its words are counted before the first change: a
-    text gets the same changes from a file and from a pipe, which goes to a temporary file first.
-    """
-    name = "standard input" if path == "-" else f"--fix={path}"
-    try:
-        with open_input(path) as f, tempfile.TemporaryFile() as copy:
-            if not f.seekable():
-                shutil.copyfileobj(f, copy)
-                copy.seek(0)
-                f = copy
-            begin = f.tell()
-            words = Words(pieces(f, name))
-            f.seek(begin)
-            yield pieces(f, name), words
-    except OSError as e:
-        if e.filename is None or e.filename != path:  # of an output
-            raise
-        why = e.strerror or e
-        raise UserError(f"{name} cannot be read ({why}); give a text file") from None
-
-
 # ---- Where the new text goes
 def check_output(options):
     """Raise UserError unless --output can be written; it may be the file of --fix itself."""
@@ -109,30 +56,20 @@ def check_output(options):
     read = dict(out_dir=options.out_dir or "out") | ({} if is_same else dict(fix=options.fix))
     outputs.check("output", path, read, others)
     if is_same and not outputs.is_replaced(Path(path)):
-        what = f"--output={path} would be written while it is read"
+        what = f"--output={path} would be overwritten before the new text is complete"
         raise UserError(f"{what}, as it is a link or in a closed folder; give another file")
-
-
-class Nothing:
-    """An output that was not requested."""
-
-    def put(self, content):
-        pass
-
-
-class Standard:
-    """Standard output, for the new text and nothing else."""
-
-    def put(self, content):
-        sys.stdout.buffer.write(content)
-        sys.stdout.buffer.flush()
 
 
 def open_output(path):
     """A context manager of what --output, --html or --json name, with a method put(bytes)."""
-    if path in ("", "-"):
-        return contextlib.nullcontext(Standard() if path else Nothing())
-    return outputs.Lines(path)
+
+    def put(content):
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+
+    if path == "-":
+        return contextlib.nullcontext(SimpleNamespace(put=put))
+    return outputs.Lines(path or os.devnull)
 
 
 # ---- Showing changes
@@ -145,47 +82,36 @@ class Shown:
     def __init__(self, stream):
         self.stream = stream
         self.has_colors = display.has_colors(stream)
-        self.begin("")
-
-    def begin(self, before, is_cut=False):
-        self.before = before
-        self.is_cut = is_cut
-        self.line = None  # number of the line that is shown
-        self.texts = []
-        self.after = ""
+        self.texts = []  # of the line that is shown, up to its last change
+        self.near = ""  # unchanged text of the line after that, or all of it; "…" where it is cut
 
     def add(self, part):
         """Show a changes.Part, if it is a change or near one."""
         if part.change:
-            self.line = self.line or part.change.line
-            self.texts += [self.after, self.mark(part)]
-            self.after = ""
+            if not self.texts:
+                self.line = part.change.line
+            self.texts += [self.plain(self.near), self.mark(part)]
+            self.near = ""
             return
         for i, text in enumerate(part.after.split("\n")):
             if i:
                 self.end()
-            self.keep(text.removesuffix("\r"))
-
-    def keep(self, text):
-        if self.line is None:
-            before = self.before + text
-            self.is_cut = self.is_cut or len(before) > AROUND
-            self.before = before[-AROUND:]
-            return
-        self.after += text
-        if len(self.after) > 2 * AROUND:
-            after = self.after
-            self.after = after[:AROUND] + "…"
-            self.end()
-            self.begin(after[-AROUND:], is_cut=True)
+            self.near += text.removesuffix("\r")
+            if self.texts and len(self.near) > 2 * AROUND:
+                after = self.near[-AROUND:]
+                self.near = self.near[:AROUND] + "…"
+                self.end()
+                self.near = f"…{after}"
+        if not self.texts and len(self.near) > AROUND:
+            self.near = "…" + self.near[-AROUND:]
 
     def end(self):
         """End the line that is shown."""
-        if self.line is not None:
-            cut = "…" if self.is_cut else ""
-            text = "".join([cut, self.plain(self.before), *self.texts, self.plain(self.after)])
+        if self.texts:
+            text = "".join([*self.texts, self.plain(self.near)])
             print(f"{self.line}: {text}", file=self.stream, flush=True)
-        self.begin("")
+        self.texts = []
+        self.near = ""
 
     def plain(self, text):
         return escaped(text) if is_terminal(self.stream) else text
@@ -222,23 +148,23 @@ def fix_file(options, model, tokenizer, folders, config):
     The changes are printed, unless standard output is that of --output or --json.
     """
     reader = Proofreader(model, tokenizer, options.caution)
+    name = "standard input" if options.fix == "-" else f"--fix={options.fix}"
+    content = read_text(options.fix, name)
     checkpoint_score.introduce(folders, options.out_dir)
-    is_free = "-" not in (options.output, options.json)
+    is_shown = "-" not in (options.output, options.json)
+    shown = Shown(sys.stdout)
     n = 0
     with contextlib.ExitStack() as stack:
-        texts, words = stack.enter_context(reading(options.fix))
         text, page, lines = (
             stack.enter_context(open_output(path))
             for path in (options.output, options.html, options.json)
         )
-        shown = Shown(sys.stdout) if is_free else None
-        about = dict(desc="proofreading", unit=" characters", total=words.characters)
-        read = stack.enter_context(bar(**about))
+        read = stack.enter_context(bar(desc="proofreading", unit=" characters", total=len(content)))
         page.put(PAGE.encode())
-        for part in (part for parts in reader.parts(texts, words) for part in parts):
+        for part in reader.parts(content):
             text.put(part.after.encode())
             page.put(to_html(part).encode())
-            if shown:
+            if is_shown:
                 read.clear()  # what is shown may be on the same terminal
                 shown.add(part)
             read.update(len(part.before))
@@ -246,8 +172,7 @@ def fix_file(options, model, tokenizer, folders, config):
                 n += 1
                 lines.put(f"{display.safe_json(part.change._asdict())}\n".encode())
         read.clear()
-        if shown:
-            shown.end()
+        shown.end()
         page.put(b"</pre>\n</body>\n</html>\n")
-    warn(f"{n} change{'' if n == 1 else 's'} in {words.characters} characters")
+    warn(f"{n} change{'' if n == 1 else 's'} in {len(content)} characters")
     return 0

@@ -37,6 +37,7 @@ class Prior:
 
     characters: the V tokens, if each is a character; None: they are longer, and any is as likely
     size: V
+    each: the cost of a missing token, and of two in the wrong order
     """
 
     def __init__(self, characters, size):
@@ -70,11 +71,3 @@ class Prior:
         logp = [self.slip[i][token] for i in around if i < self.size]
         mean = sum(map(math.exp, logp)) / len(logp) if logp else 1 / self.size
         return self.each - math.log(mean)
-
-    def insertion(self):
-        """Cost of a missing token."""
-        return self.each
-
-    def swap(self):
-        """Cost of two tokens in the wrong order."""
-        return self.each

@@ -22,10 +22,9 @@ are far apart share calls. Nothing else is changed: a text without doubtful toke
 for byte. Measurements: results/proofreading.md.
 """
 
-import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,20 +33,12 @@ import torch
 from nanomdlm.support import abilities
 from nanomdlm.support.cli.python_arguments import check_tokenizer
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.infill.model_calls import call_size, logits_at
-from nanomdlm.support.proofread.changes import Place
+from nanomdlm.support.infill.model_calls import device_of, logits_at
+from nanomdlm.support.proofread.changes import Part, compare
 from nanomdlm.support.proofread.mistakes import Prior
 from nanomdlm.support.proofread.races import REACH, Edit, Race, one_by_one, thirds
-from nanomdlm.support.proofread.tokens import (
-    Cutter,
-    Token,
-    begins,
-    finished,
-    is_whole,
-    numbered,
-    text_of,
-)
-from nanomdlm.support.proofread.words import LONGEST, WORD, Words, end_of, looks_like_a_name
+from nanomdlm.support.proofread.tokens import Cutter, Token, begins, finished, is_whole, text_of
+from nanomdlm.support.proofread.words import Words
 from nanomdlm.support.run.calibration import calibrated
 
 STRIDE = 8  # doubt: a call masks single tokens at this distance
@@ -68,12 +59,9 @@ DELETE = -4.0
 SWAP = -10.0
 INSERT = -5.0
 INSERTED = -1.5
-UNKNOWN_COST = 6.0  # nats more for an edit of a name, or of words found elsewhere, to unknown words
-NAME_LOGP = -8.0  # log p of a region that is enough to turn a name into a word not in the text
+WORD_LENGTH = 64  # characters of a word, at each side of an edit, that are looked up
 MAX_LOGITS = 1 << 24  # held at a time
-# The same word twice; of bytes, if its letters are ASCII.
-DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")
-DOUBLED_BYTES = re.compile(r"(?<![\w'\x80-\xff-])([A-Za-z]+)(\s+\1)(?![\w'\x80-\xff-])", re.ASCII)
+DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")  # the same word twice
 
 
 class Fixed(NamedTuple):
@@ -83,8 +71,7 @@ class Fixed(NamedTuple):
 
 def fix(model, tokenizer, text, caution=0.0):
     """Proofread a text: Fixed(the new text, the changes)."""
-    reader = Proofreader(model, tokenizer, caution)
-    parts = [part for parts in reader.parts([text], Words([text])) for part in parts]
+    parts = list(Proofreader(model, tokenizer, caution).parts(text))
     changes = [part.change for part in parts if part.change]
     return Fixed("".join(part.after for part in parts), changes)
 
@@ -92,18 +79,12 @@ def fix(model, tokenizer, text, caution=0.0):
 def check_model(model, tokenizer):
     """Raise UserError for a model that cannot see the text on both sides of a token."""
     check_tokenizer(tokenizer, model)
-    config = model.config
-    if abilities.is_causal(model):
-        what = "an autoregressive model sees no text after a token, so it cannot proofread"
-        raise UserError(f"{what}; give a masked diffusion model")
-    if config.prompt_column:
-        raise UserError("a model of answers to prompts cannot proofread; give one of whole texts")
-    if model.objective.n_texts > 1:
-        what = "a model of --block_length sees no text after a block, so it cannot proofread"
-        raise UserError(f"{what}; give one without, or one of --infill_share")
+    if abilities.is_causal(model) or model.objective.n_texts > 1 or model.config.prompt_column:
+        what = "this model does not see the whole text around a token, so it cannot proofread"
+        fix = "give a masked diffusion model of whole texts, without blocks or of --infill_share"
+        raise UserError(f"{what}; {fix}")
 
 
-# ---- What the network says
 class Answers(NamedTuple):
     """For n masked positions: log p of the requested token, and the best other token.
 
@@ -115,59 +96,6 @@ class Answers(NamedTuple):
     best_logp: list
 
 
-DTYPES = (torch.float64, torch.int64, torch.float64)  # of Answers
-
-
-class Asker:
-    """Asks a network about masked tokens.
-
-    barred: (V,) bool, the ids that are never the best
-    wrong: (V, V) log p(a token is written | another is meant, the first index) or None
-    """
-
-    def __init__(self, model, barred, wrong=None):
-        self.model = model
-        self.device = next(model.parameters()).device if hasattr(model, "parameters") else "cpu"
-        self.barred = barred
-        self.wrong = None if wrong is None else wrong.T.float().contiguous()
-
-    @torch.no_grad()
-    def __call__(self, rows, row, at, asked):
-        """Answers at n masked positions.
-
-        rows: texts of at most a context, as lists of ids
-        row, at: the row and position of each; asked: the id of each (-1: only the best one)
-        """
-        L = self.model.config.block_size
-        pad = self.model.objective.pad_id
-        row, at, asked = (torch.tensor(values, dtype=torch.int64) for values in (row, at, asked))
-        size = call_size(self.model, self.device)
-        answers = [Answers(*(torch.zeros(0, dtype=kind) for kind in DTYPES))]
-        places = []
-        for begin in range(0, len(rows), size):
-            x = torch.tensor([ids + [pad] * (L - len(ids)) for ids in rows[begin : begin + size]])
-            here = ((row >= begin) & (row < begin + size)).nonzero()[:, 0]
-            most = max(1, MAX_LOGITS // self.model.vocab_size)
-            for some in here.split(most) if len(here) else ():
-                logits = logits_at(self.model, x, row[some] - begin, at[some], self.device)
-                answers.append(self.answer(logits.float().log_softmax(-1), asked[some]))
-                places.append(some)
-        order = torch.cat(places).argsort() if places else []
-        return Answers(*(torch.cat(values)[order].tolist() for values in zip(*answers)))
-
-    def answer(self, logp, asked):
-        """Answers from log p (n, V) about the ids `asked` (n,)."""
-        given = asked.clamp(min=0)[:, None]
-        own = logp.gather(1, given)[:, 0]
-        is_other = torch.arange(logp.shape[1]) != asked[:, None]
-        score = logp
-        if self.wrong is not None:
-            score = logp + self.wrong[given[:, 0]] * (asked >= 0)[:, None]
-        best = score.masked_fill(~(is_other & ~self.barred), -math.inf).argmax(1)
-        best_logp = logp.gather(1, best[:, None])[:, 0]
-        return Answers(own.double(), best, best_logp.double())
-
-
 class Proofreader:
     """Corrects a text window by window.
 
@@ -177,11 +105,11 @@ class Proofreader:
 
     def __init__(self, model, tokenizer, caution=0.0):
         check_model(model, tokenizer)
-        model = calibrated(model)
+        self.model = calibrated(model)
         self.cutter = Cutter(tokenizer)
         self.prior = Prior(self.cutter.characters(), model.vocab_size)
         self.caution = caution
-        self.ask = Asker(model, self.cutter.barred(model.vocab_size), self.prior.wrong)
+        self.barred = self.cutter.barred(model.vocab_size)
         self.mask = model.mask_id
         L = self.context = model.config.block_size
         self.margin = L // 8  # tokens before what a window corrects; a few less are after it,
@@ -191,34 +119,25 @@ class Proofreader:
         self.judged = None  # a list: gets (number of the token, Edit) of all that was judged
 
     # ---- Windows
-    def parts(self, pieces: Iterable[str], words: Words | None = None) -> Iterator[list]:
-        """Yield a list of Parts for each window of a text, which comes in pieces.
-
-        words: of the whole text. None: those up to the end of each window are known.
-        """
-        self.words = Words() if words is None else words
-        stream = numbered(self.cutter.tokens(pieces))
-        place = Place()
+    def parts(self, text) -> Iterator[Part]:
+        """Yield the Parts of a text; those of a window as soon as it is corrected."""
+        self.words = Words(text)
+        tokens = list(self.cutter.tokens(text))
+        at = position = 0
         before = []  # corrected tokens
-        ahead = []  # tokens to come
-        counted = -1  # the number of the last token whose text is among the words
-        while True:
-            more = self.stride + self.margin - self.spare - len(ahead)
-            ahead += itertools.islice(stream, max(0, more))
-            if not ahead:
-                return
+        while at < len(tokens):
+            ahead = tokens[at : at + self.stride + self.margin - self.spare]
             last = ahead[: self.stride][-1].number
-            if words is None:
-                self.words.add(text_of(token for token in ahead if token.number > counted))
-                counted = ahead[-1].number
             begin = len(before)
             end = begin + len(ahead[: self.stride])
             window, edits = self.correct(before + ahead, begin, end)
             done = finished(window[begin:], last)
             last = max([last, *(token.number for token in done if token.number is not None)])
             n = sum(token.number <= last for token in ahead)
-            yield place.compare(ahead[:n], done, edits)
-            ahead = ahead[n:]
+            for part in compare(text, position, ahead[:n], done, edits):
+                position += len(part.before)
+                yield part
+            at += n
             before = (before + done)[-self.margin :] if self.margin else []
 
     def correct(self, window, begin, end):
@@ -245,6 +164,34 @@ class Proofreader:
             window, end, near = self.apply(window, end, edits, made)
             proposed = [edit for edit in moved(ahead, edits) if edit.start in near]
         return window, made
+
+    # ---- What the network says
+    @torch.no_grad()
+    def ask(self, rows, row, at, asked):
+        """Answers at n masked positions.
+
+        rows: texts of at most a context, as lists of ids
+        row, at: the row and position of each; asked: the id of each (-1: only the best one)
+        """
+        answers = Answers([], [], [])
+        if not row:
+            return answers
+        pad = self.model.objective.pad_id
+        x = torch.tensor([ids + [pad] * (self.context - len(ids)) for ids in rows])
+        questions = torch.tensor([row, at, asked])
+        for row, at, asked in questions.split(max(1, MAX_LOGITS // self.model.vocab_size), 1):
+            used, row = row.unique(return_inverse=True)
+            logits = logits_at(self.model, x[used], row, at, device_of(self.model))
+            score = logp = logits.float().log_softmax(-1)
+            given = asked.clamp(min=0)
+            if self.prior.wrong is not None:
+                score = logp + self.prior.wrong[:, given].T.float() * (asked >= 0)[:, None]
+            is_asked = torch.arange(logp.shape[1]) == asked[:, None]
+            best = score.masked_fill(is_asked | self.barred, -math.inf).argmax(1)
+            answers.logp.extend(logp.gather(1, given[:, None])[:, 0].tolist())
+            answers.best.extend(best.tolist())
+            answers.best_logp.extend(logp.gather(1, best[:, None])[:, 0].tolist())
+        return answers
 
     # ---- 1. Doubt
     def masked_once(self, ids, where, every, run):
@@ -280,7 +227,7 @@ class Proofreader:
                 edits.append(Edit(i, i + 1, (), "deletion", cost, p_before=p))
             is_pair = i + 1 in logp and ids[i + 1] != old and all(map(is_whole, window[i : i + 2]))
             if is_pair and logp[i] + logp[i + 1] + run < SWAP:
-                edits.append(Edit(i, i + 2, (ids[i + 1], old), "swap", self.prior.swap()))
+                edits.append(Edit(i, i + 2, (ids[i + 1], old), "swap", self.prior.each))
             if begins(window[i]) and logp.get(i - 1, 0.0) + logp[i] + run < INSERT:
                 seams.append(i)
         if self.cutter.by_character:
@@ -291,20 +238,19 @@ class Proofreader:
         """Deletions of words that are there twice, within begin..end."""
         characters = self.cutter.characters()
         text = "".join("\0" if id == self.mask else characters[id] for id in ids)
-        cost = self.prior.insertion()
-        pattern = DOUBLED_BYTES if self.cutter.tokenizer.kind == "byte" else DOUBLED
-        for match in pattern.finditer(text):
+        if self.cutter.tokenizer.kind == "byte":
+            text = re.sub(r"[^\0-\x7f]", "0", text)  # parts of words that are not compared
+        for match in DOUBLED.finditer(text):
             if begin <= match.start() and match.end() <= end:
-                yield Edit(match.end(1), match.end(), (), "deletion", cost)
+                yield Edit(match.end(1), match.end(), (), "deletion", self.prior.each)
 
     def filled(self, ids, seams):
         """Insertions at `seams`, of the likeliest token at each."""
         rows, where = self.laid(ids, [(j, j, [self.mask]) for j in seams])
         row, at = zip(*where) if where else ((), ())
         answers = self.ask(rows, row, at, [-1] * len(at))
-        cost = self.prior.insertion()
         return [
-            Edit(j, j, (best,), "insertion", cost, p_after=math.exp(logp))
+            Edit(j, j, (best,), "insertion", self.prior.each, p_after=math.exp(logp))
             for j, best, logp in zip(seams, answers.best, answers.best_logp)
             if logp > INSERTED
         ]
@@ -392,29 +338,13 @@ class Proofreader:
 
     def cost_of_words(self, window, edit):
         """What more an edit costs that turns words of the text, or a name, into unknown ones."""
-        left = text_of(window[max(0, edit.start - LONGEST) : edit.start])
-        before = end_of(left)
-        lead = left[: len(left) - len(before)].rstrip(" ")
-        after = text_of(window[edit.stop : edit.stop + LONGEST])
-        after = after[: WORD.match(after).end() if WORD.match(after) else 0]
-        here = [window[edit.start : edit.stop], self.new_tokens(window, edit)]
-        old, new = (WORD.findall(before + text_of(tokens) + after) for tokens in here)
-        while old and new and old[0].lower() == new[0].lower():
-            old, new = old[1:], new[1:]
-        while old and new and old[-1].lower() == new[-1].lower():
-            old, new = old[:-1], new[:-1]
-        if not old or all(self.words[word.lower()] for word in new):
-            return 0.0
-        is_name = all(looks_like_a_name(words[0], lead) for words in (old, new))
-        if is_name and edit.logp < NAME_LOGP:
-            return math.inf
-        is_known = self.words.has_elsewhere([word.lower() for word in old])
-        return UNKNOWN_COST if is_name or is_known else 0.0
+        before = text_of(window[max(0, edit.start - WORD_LENGTH) : edit.start])
+        after = text_of(window[edit.stop : edit.stop + WORD_LENGTH])
+        old, new = map(text_of, (window[edit.start : edit.stop], self.new_tokens(window, edit)))
+        return self.words.cost(before, old, new, after, edit.logp)
 
     def is_readable(self, window, edit):
         """Whether the new text has the ids by which the edit was judged."""
-        if self.cutter.by_character:
-            return True
         low = max(0, edit.start - 3)
         after = window[edit.stop : edit.stop + 3]
         new = [*window[low : edit.start], *self.new_tokens(window, edit), *after]

@@ -1,55 +1,44 @@
 """Words of a text, from which proofreading knows names and repetitions."""
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 
 WORD = re.compile(r"[^\W_]+")  # letters and digits
-LONGEST = 64  # characters of a word that is counted,
-MOST = 1 << 20  # and different words
+UNKNOWN_COST = 6.0  # nats more for an edit of a name, or of words found elsewhere, to unknown words
+NAME_LOGP = -8.0  # log p of a region that is enough to turn a name into a word not in the text
 
 
 class Words:
-    """How often each word occurs in a text, which comes in pieces, in upper or lower case.
+    """How often each word occurs in a text, in upper or lower case."""
 
-    Memory is bounded: very long words are not counted, and of a million those that are rare.
-    """
-
-    def __init__(self, pieces: Iterable[str] = ()):
-        self.counts = Counter()
-        self.characters = 0  # of the text
-        self.last = ""  # a word that the next piece may go on with
-        for piece in pieces:
-            self.add(piece)
-
-    def add(self, piece):
-        self.characters += len(piece)
-        text = self.last + piece
-        self.last = end_of(text)
-        whole = text[: len(text) - len(self.last)]
-        self.counts.update(word for word in words_of(whole) if len(word) <= LONGEST)
-        self.last = self.last[: LONGEST + 1]
-        if len(self.counts) > MOST:
-            self.counts = Counter(dict(self.counts.most_common(MOST // 2)))
-
-    def __getitem__(self, word):
-        return self.counts[word] + (word == self.last.lower())
+    def __init__(self, text=""):
+        self.counts = Counter(WORD.findall(text.lower()))
 
     def has_elsewhere(self, words):
         """Whether each of these words, which a place of the text has, occurs at another one too."""
-        return all(self[word] > n for word, n in Counter(words).items())
+        return all(self.counts[word] > n for word, n in Counter(words).items())
 
+    def cost(self, before, old, new, after, logp):
+        """What more an edit costs that turns words of the text, or a name, into unknown ones.
 
-def words_of(text):
-    return WORD.findall(text.lower())
-
-
-def end_of(text):
-    """The beginning of a word at the end of a text."""
-    n = len(text)
-    while n and text[n - 1].isalnum():
-        n -= 1
-    return text[n:]
+        before, after: the text around the edit, which turns the text `old` into `new`
+        logp: of the region with the edit
+        """
+        lead, begin = re.fullmatch(r"(.*?)([^\W_]*)", before, re.DOTALL).groups()
+        end = re.match(r"[^\W_]*", after)[0]
+        old, new = (WORD.findall(begin + text + end) for text in (old, new))
+        while old and new and old[0].lower() == new[0].lower():
+            old, new = old[1:], new[1:]
+        while old and new and old[-1].lower() == new[-1].lower():
+            old, new = old[:-1], new[:-1]
+        if not old or all(self.counts[word.lower()] for word in new):
+            return 0.0
+        is_name = all(looks_like_a_name(words[0], lead.rstrip(" ")) for words in (old, new))
+        if is_name and logp < NAME_LOGP:
+            return math.inf
+        is_known = self.has_elsewhere([word.lower() for word in old])
+        return UNKNOWN_COST if is_name or is_known else 0.0
 
 
 def looks_like_a_name(word, before):

@@ -1,6 +1,5 @@
 """Chooses the implementation of each operation: Triton kernels, or PyTorch (reference.py)."""
 
-import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -54,7 +53,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     """
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"kernels={str(name)[:40]!r} is not accepted; give auto, triton or torch")
-    device = _existing(device)
+    device = torch.device(device)
     missing = _missing(device)
     if name == "triton" and missing:
         needs = "Triton, a C compiler, Python's headers and a CUDA device from sm_80 on"
@@ -64,6 +63,11 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
         warn(f"{missing}: using plain PyTorch")
     if name == "torch" or missing:
         return SimpleNamespace(**vars(REFERENCES))
+    return _triton(name, head_dim, dtype, causal, T)
+
+
+def _triton(name, head_dim, dtype, causal, T):
+    """The operations that run in Triton, as far as the kernels support the shapes."""
     is_unsupported = head_dim not in (None, 128, *HEAD_DIMS)
     if name == "triton" and is_unsupported:
         fix = "change n_embd / n_head, or use --kernels=auto"
@@ -78,16 +82,6 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     if name == "auto" and T > MAX_OURS:
         ops.attention = attention_of_documents
     return ops
-
-
-def _existing(name):
-    """The torch.device of a name; raise ValueError for an invalid name or a missing GPU."""
-    with contextlib.suppress(RuntimeError, TypeError):  # what PyTorch raises for other names
-        device = torch.device(name)
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if device.type != "cuda" or (device.index or 0) < gpus:
-            return device
-    raise ValueError(f"device={str(name)[:40]!r} is not on this machine; give cpu or a GPU")
 
 
 def _missing(device):

@@ -109,7 +109,7 @@ def read(Config, folder):
     values = checkpoint.read_settings(path, settings.types_of(Config))
     config = Config(**values | {"trust_remote_code": False})
     try:
-        config.check()
+        settings.check(config)
     except UserError as e:
         raise UserError(f"{path}: {e}") from e
     return config

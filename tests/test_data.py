@@ -312,3 +312,27 @@ def test_each_pass_counts_the_characters(tmp_path, monkeypatch, name):
     assert [each.desc.split(",")[0] for each in bars] == [f"pass {i} of 3" for i in (1, 2, 3)]
     n = len("".join(lines))
     assert [(each.n, each.total) for each in bars] == [(n, None), (n, n), (n, n)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", [False, True])
+def test_tokenizer_survives_its_file(pydoc, tmp_path, kind, end):
+    a = tokenizer.build_tokenizer(kind, 300, end, lambda: [(pydoc, False)], 10_000)
+    (tmp_path / "tokenizer.json").write_bytes(a.to_file().encode())
+    b = tokenizer.tokenizer_from_json(tmp_path / "tokenizer.json")
+    assert b.to_json() == a.to_json()
+    assert b.encode(pydoc[:500]) == a.encode(pydoc[:500])
+    assert (b.vocab_size, b.end_id) == (a.vocab_size, a.end_id)
+    if end:
+        assert a.end_id == a.vocab_size - 1
+        assert a.decode([a.end_id]) == ""
+    masked = [a.vocab_size, *a.encode("To"), a.vocab_size, a.vocab_size]
+    assert b.decode(masked) == "█To██"
+
+
+def test_many_different_characters_get_a_hint(tmp_path, capsys):
+    for n, is_said in ((900, False), (3345, True)):
+        (tmp_path / "t.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + n))) * 2)
+        (tmp_path / str(n)).mkdir()
+        prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path / str(n))
+        assert ("--tokenizer=bpe" in capsys.readouterr().err) == is_said

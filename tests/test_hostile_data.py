@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -287,3 +288,44 @@ def test_without_pydoc_patterns_are_taken(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pooch", None)
     assert sources.default_data() == "patterns"
     assert "patterns" in capsys.readouterr().err
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_forged_json_gives_no_wrong_ids(files, data):
+    name = data.draw(st.sampled_from(["meta.json", "tokenizer.json"]))
+    content = json.loads(files[name])
+    key = data.draw(st.sampled_from(sorted(content)))
+    content[key] = data.draw(JSON)
+    windows_are_sound_or_refused(files | {name: json.dumps(content).encode()})
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickles_in_a_data_folder_are_ignored(files, tmp_path):
+    for name in files:
+        (tmp_path / name).write_bytes(files[name])
+    for name in ("meta.pkl", "data.pkl"):  # nanoGPT writes meta.pkl
+        (tmp_path / name).write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
+    corpus_of(tmp_path, CONFIG, CPU)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_wrong_download_leaves_no_file(served, tmp_path):
+    served.write_bytes(CONTENT[:-1] + b"?")
+    with pytest.raises(OSError, match="hash"):
+        sources.shakespeare()
+    assert list((tmp_path / "cache").rglob("*.*")) == []

@@ -681,3 +681,35 @@ def test_an_answer_without_text_skips_its_prompt(tmp_path):
     path.write_text("".join(json.dumps(dict(q=q, a=a)) + "\n" for q, a in pairs))
     flags = dict(prompt_column="q", text_column="a", document_length="predicted")
     assert documents(path, **flags) == ["a", "b", "e", "f"] * 9
+
+
+@pytest.mark.parametrize("written, read", [("uint16", "uint32"), ("uint8", "uint16")])
+def test_ids_of_another_width_are_not_in_the_vocabulary(tmp_path, written, read):
+    write_ids(tmp_path, zipf(20_000, 200), written)
+    with pytest.raises(UserError, match="--bin_dtype"):
+        open_ids(tmp_path, V=200, bin_dtype=read)
+
+
+def test_padding_of_labels_is_no_id(tmp_path):
+    ids = zipf(9000, 500)
+    ids[::50] = -100
+    write_ids(tmp_path, ids, np.int32)
+    with pytest.raises(UserError, match="-100"):
+        open_ids(tmp_path, bin_dtype="int32")
+
+
+def test_a_stated_width_is_trained_and_scored(tmp_path, capsys):
+    dtype = "uint32"
+    folder = write_ids(tmp_path / "ids", zipf(3000, 200), dtype, n_val=300)
+    out = f"--out_dir={tmp_path / 'out'}"
+    flags = [*TINY, f"--data={folder}", "--max_steps=2", f"--bin_dtype={dtype}", out]
+    assert run_mdlm(*flags) == 0
+    assert run_mdlm(out, "--resume", "--max_steps=3") == 0
+    assert len(read_log(tmp_path / "out")) > 3
+    assert call(eval.main, capsys, out, "--windows=2", "--passes=1", "--pictures=none")[0] == 0
+
+
+def test_a_single_pair_is_refused(tmp_path):
+    write_jsonl(tmp_path / "x.jsonl", ["answer"])
+    (tmp_path / "x.jsonl").write_text('{"q": "a", "text": "b"}')
+    refused(tmp_path / "x.jsonl", prompt_column="q", document_length="predicted")

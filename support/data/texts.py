@@ -208,6 +208,9 @@ class Records(Source):
         edge = ends[bisect.bisect_left(ends, nine_tenths)]
         left = self.n - edge
         if self.config.prompt_column:
+            if len(ends) < 2:
+                what = f"--data={self.config.data} is a single prompt with its answer"
+                raise UserError(f"{what}, with no record left to validate; give more records")
             return edge if left else ends[-2]
         is_enough = left and (left >= 0.05 * self.n or len(ends) >= FEW)
         return edge if is_enough else nine_tenths

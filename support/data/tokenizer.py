@@ -24,6 +24,7 @@ LEARNED = ("char", "word", "bpe")  # from a text, which takes a pass over it
 WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s")  # every character is part of exactly one match
 ADDED = ("[MASK]", "[PAD]")  # by export.py, after all tokens
 SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
+MANY = 1000  # different characters, more than a few scripts have
 TRIED = 1 << 20  # characters of training text with which a file is tried
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
@@ -186,6 +187,9 @@ class Characters(Tokenizer):
         seen = np.zeros(0x110000, bool)
         for text, _ in pieces():
             seen[np.frombuffer(text.encode("utf-32-le"), np.uint32)] = True
+        if (n := seen.sum()) > MANY:
+            what = f"the text has {n:,} different characters, each of them a token"
+            warn(f"{what}; --tokenizer=bpe learns tokens that are parts of words")
         return [chr(c) for c in seen.nonzero()[0]]
 
     def encode_array(self, text):

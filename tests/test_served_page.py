@@ -86,11 +86,16 @@ def test_page_gets_the_fills_and_the_proof_of_sample_py(server, short_run, templ
     assert seen and seen == sorted(seen) and seen[-1] <= end["tried"] == wanted.sequences
 
 
-def test_page_gets_the_changes_of_sample_fix(server, short_run):
+def test_fixes_and_changes_are_those_of_sample_fix(server, short_run):
     model, tokenizer, _ = mdlm.load(short_run)
     text = "The valeu of the object is is returned"
+    wanted = [sample.fix(model, tokenizer, one) for one in (text, "The name")]
+    r = post(f"{server.url}/v1/fix", json=dict(input=[text, "The name"], caution=0))
+    for found, one in zip(r.json()["data"], wanted, strict=True):
+        assert found["text"] == one.text
+        assert found["changes"] == [change._asdict() for change in one.changes]
     *_, end = events(server, fix=text)
-    assert end["changes"] == [c._asdict() for c in sample.fix(model, tokenizer, text).changes]
+    assert end["changes"] == [change._asdict() for change in wanted[0].changes]
 
 
 def test_page_runs_its_own_script_alone(server):

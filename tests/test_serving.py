@@ -165,18 +165,6 @@ def test_fills_match(server, short_run):
     assert wrong.status_code == 400 and wrong.json()["error"]["message"]
 
 
-def test_proofreading_is_that_of_python(server, short_run):
-    model, tokenizer, _ = mdlm.load(short_run)
-    text = "The valeu of the object is is returned"
-    body = dict(input=[text, "The name"], caution=0)
-    r = post(f"{server.url}/v1/fix", json=body)
-    assert r.status_code == 200, r.text
-    for found, one in zip(r.json()["data"], body["input"], strict=True):
-        wanted = sample.fix(model, tokenizer, one)
-        assert found["text"] == wanted.text
-        assert [c["position"] for c in found["changes"]] == [c.position for c in wanted.changes]
-
-
 def test_errors_are_those_of_openai(client, server):
     openai = pytest.importorskip("openai")
     for kind, param, fields in (
@@ -219,6 +207,9 @@ def test_infill_of_llama_cpp(server, short_run, alone):
     names = {f"timings/{what}_{unit}" for what in ("prompt", "predicted") for unit in UNITS}
     plugin = body | dict(response_fields=[*names])  # it shows no numbers if one is missing
     assert post(f"{server.url}/infill", json=plugin).json().keys() == names
+    for ms in (1, 0, -1):  # how long an editor waits; 0, -1: no limit
+        r = post(f"{server.url}/infill", json=body | dict(t_max_predict_ms=ms))
+        assert r.json()["stop"] is True
     none = body | dict(n_predict=0, input_prefix="", input_suffix="", temperature=0.0)
     assert post(f"{server.url}/infill", json=none).json()["content"] == ""
     long = body | dict(input_prefix="x = 1\n" * 40, input_suffix="\ny = 2" * 40, stream=True)
@@ -271,13 +262,6 @@ def test_of_a_long_file_no_more_is_encoded_than_may_fit(monkeypatch):
     ):
         assert writer.cut(*texts, 32) == wanted
     assert max(sizes) <= 64 and sum(sizes) < 10**4
-
-
-def test_editors_say_how_long_they_wait(server):
-    body = dict(input_prefix="The ", input_suffix=" is", n_predict=9)
-    for ms in (1, 0, -1):  # 0, -1: no limit
-        r = post(f"{server.url}/infill", json=body | dict(t_max_predict_ms=ms))
-        assert r.json()["stop"] is True
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Progress:
         if shown.written and not (is_finished or self.is_stopped):
             n = held_back(kept[len(kept) - shown.written :], self.job.stop)
             kept = kept[: len(kept) - n]
-        new = kept[len(self.sent) :] if kept.startswith(self.sent) else ""
+        new = kept[len(self.sent) :] if is_finished or kept.startswith(self.sent) else ""
         self.sent += new
         return new
 
@@ -209,7 +209,7 @@ class Completion(Answer):
 
     def end(self):
         usage = [self.about | dict(choices=[], usage=self.usage())]
-        return [*usage * bool(self.job.stream_options.include_usage), "[DONE]"]
+        return [*usage * bool(self.job.stream_options.get("include_usage")), "[DONE]"]
 
 
 class Chat(Completion):

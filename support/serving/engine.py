@@ -11,6 +11,7 @@ call.
 """
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
-from torch import nn
 
 from nanomdlm.support.cli import out_of_memory
 from nanomdlm.support.cli.terminal import warn
@@ -116,7 +116,7 @@ class Engine:
         self.n_active = 0  # of all that have begun
         self.changed = threading.Condition()
         self.closing = False
-        self.quick = {}  # id of a model -> (the model, what compute_once makes of it)
+        self.quick = functools.cache(compute_once)
         self.most_sequences = None  # in a call, after memory was full
 
     @property
@@ -261,7 +261,9 @@ class Engine:
         model = requests[0].waits_for[0]
         views = [request.waits_for[1] for request in requests]
         began = time.monotonic()
-        results = compute(self.quick_model(model, views[0]), views)
+        if views[0].cache is None:
+            model = self.quick(model)
+        results = compute(model, views)
         counts = self.counts
         counts.calls += 1
         counts.merged_calls += len(views)
@@ -271,13 +273,6 @@ class Engine:
         for request in requests:
             request.calls += 1
         return results
-
-    def quick_model(self, model, view):
-        if view.cache is not None or not isinstance(model, nn.Module):
-            return model
-        if id(model) not in self.quick:
-            self.quick[id(model)] = (model, compute_once(model))
-        return self.quick[id(model)][1]
 
 
 def most_sequences(model, view, device):

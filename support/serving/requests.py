@@ -179,15 +179,11 @@ def seed_of(seed, temperature=None):
 
 
 # ---- OpenAI's
-class StreamOptions(BaseModel):
-    include_usage: bool | None = None
-
-
 class OpenAI(Sampled):
     """Fields of both kinds of OpenAI's completions."""
 
     n: between(int, 1, 4096) = 1
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[str, bool | None] = {}
     logit_bias: Unsupported = None
     presence_penalty: Unsupported = None
     frequency_penalty: Unsupported = None

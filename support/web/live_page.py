@@ -38,6 +38,7 @@ RUNTIME_FILES = {  # device -> the script, the module that it imports, the WebAs
     "wasm": ("ort.wasm.min.mjs", f"{BINARY}.mjs", f"{BINARY}.wasm"),
     "webgpu": ("ort.webgpu.min.mjs", f"{BINARY}.asyncify.mjs", f"{BINARY}.asyncify.wasm"),
 }
+WORKER = ("crc.js", "sampler.js", "search.js", "proofread.js", "model.js", "worker.js")
 NPM_LIMIT = 600  # seconds
 POLICY = "'self' 'wasm-unsafe-eval'; connect-src 'self'; worker-src blob:"
 DIFFUSION = """Diffusion: each call of the network sees the whole text, fills some masks anywhere,
@@ -199,7 +200,6 @@ def contents_of(model, tokenizer, config, weights, unmask):
             packed += array.tobytes()
             tensors.append((offset, array.size, 0))
     contents["weights.bin"] = packed
-    names = ("crc", "sampler", "search", "proofread", "model", "worker")
     # What the user types for a gap: a character that is not in the vocabulary, as in in_browser.js.
     sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")
     template = passage(tokenizer, config, sign)
@@ -218,7 +218,7 @@ def contents_of(model, tokenizer, config, weights, unmask):
         files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()},
         proofreading=proofreading_settings(temperature_of(model)),
         runtime=RUNTIME_FILES,
-        worker=bundle(*(f"{name}.js" for name in names)),
+        worker=bundle(*WORKER),
         tensors=tensors,
         bytes=max(offset + 4 * n for offset, n, _ in tensors),
         fixes=True,

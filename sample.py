@@ -978,20 +978,22 @@ def attempt(of_batch, function, *arguments):
         return None
 
 
-def answers(writer, todo, options, is_drawn, pages):
-    """Yields (template, [parts, best first], facts) of all texts to write, in order.
+def drawn(writer, todo, options, pages):
+    """Yields (template, [parts], facts) of all texts to draw, in order; adds to pages for --html.
 
-    todo: pairs (template or None, segments); is_drawn: texts are drawn instead of searched
+    todo: pairs (template or None, segments)
     """
-    if is_drawn:
-        for template, segments in todo:
-            if templates.has_open(segments):
-                segments = writer.filling(segments, 1, options.max_gap).finish()[0].segments
-                terminal.warn("all samples use the most likely length of [___]")
-            is_template = template is not None
-            for parts, facts in show_samples(writer, segments, options, is_template, pages):
-                yield template, [parts], facts
-        return
+    for template, segments in todo:
+        if templates.has_open(segments):
+            segments = writer.filling(segments, 1, options.max_gap).finish()[0].segments
+            terminal.warn("all samples use the most likely length of [___]")
+        is_template = template is not None
+        for parts, facts in show_samples(writer, segments, options, is_template, pages):
+            yield template, [parts], facts
+
+
+def searched(writer, todo, options):
+    """Yields (template, [parts, best first], facts) of all templates, in order; todo: as above."""
     n = options.candidates or (1 if options.batch else 3)
     hide = bool(options.batch)  # a bar of all templates is there
     with progress.bar(desc="searching", unit=" texts", disable=hide) as bar:
@@ -1104,12 +1106,16 @@ def main(argv):
     else:
         opened = open_lines(options)
     pages = []
+    if is_drawn:
+        answers = drawn(writer, todo, options, pages)
+    else:
+        answers = searched(writer, todo, options)
     with opened as lines:
         # No bar beside the lines of JSON on a terminal.
         hide = not options.batch or (lines is sys.stdout and terminal.is_terminal(sys.stdout))
         rule = ""  # between texts
         with progress.bar(total=len(todo), unit=" templates", disable=hide) as bar:
-            for template, texts, facts in answers(writer, todo, options, is_drawn, pages):
+            for template, texts, facts in answers:
                 if lines is not sys.stdout and not options.batch:
                     print(rule, end="")
                     display.show(texts, facts, "candidates" in given)

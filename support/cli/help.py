@@ -31,8 +31,16 @@ def show_plain(info):
     )
 
 
-def show(cls, description, default, groups, usage):
-    """Print the help of the dataclass `cls`, or of each of the groups, and exit."""
+def show(cls, description, default, groups, short, usage):
+    """Print the help of the dataclass `cls`, or of each of the groups, and exit.
+
+    description: a text, or a function that returns it. short: the groups to show instead of all
+    """
+    if callable(description):
+        description = description()
+    if short:
+        groups = short
+        description += "\n--help=all shows the settings of variants too."
     if len(groups) == 1:
         (cls,) = groups
         default = of_group(cls, default)
@@ -51,7 +59,10 @@ def show(cls, description, default, groups, usage):
             registry=RULES,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
         )
-    paragraphs = [f"usage: {Path(sys.argv[0]).name} {usage}", *description.split("\n\n")]
+    paragraphs = [
+        f"usage: {Path(sys.argv[0]).name} {usage}",
+        *description.strip("\n").split("\n\n"),
+    ]
     folded = [p if p[:1] == " " else textwrap.fill(p, 79) for p in paragraphs]
     flags = said.getvalue().partition("\n\n")[2]  # tyro would join the lines of a description
     flags = re.sub(r"\s+\(default:\s+''\)", "", flags)  # empty: off

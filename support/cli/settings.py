@@ -157,12 +157,8 @@ def parse(
     free: the name under which a text without a flag is returned ("": it is refused)
     """
     if help_words := [word for word in argv if word in ("-h", "--help", "--help=all")]:
-        if callable(description):
-            description = description()
-        if short and help_words[0] != "--help=all":
-            groups = short
-            description += "\n--help=all shows the settings of variants too."
-        products.help_pages().show(cls, description.strip("\n"), default or cls(), groups, usage)
+        short = () if help_words[0] == "--help=all" else short
+        products.help_pages().show(cls, description, default or cls(), groups, short, usage)
     pairs, words = split(cls, argv)
     if words and not free:
         known = types_of(cls)
@@ -259,15 +255,11 @@ def check_idle(given, rules):
 def names_of(path):
     """The paths that A,B or a list names; an existing path is one path, even with commas."""
     if isinstance(path, (list, tuple)):
-        if not path:
-            raise UserError("an empty list names no run; give the folder of a run or a checkpoint")
         return list(path)
-    is_path = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
-    if not is_path or "," not in os.fspath(path) or os.path.lexists(os.path.expanduser(path)):
+    whole = os.path.expanduser(path)
+    if "," not in whole or os.path.lexists(whole):
         return [path]
-    names = os.fspath(path).split(",")
+    names = whole.split(",")
     if not all(names):
-        raise UserError(
-            f"{shown(path)} has an empty name; give the folder of a run, or leave it out"
-        )
+        raise UserError(f"{shown(path)} has an empty name; give the folder of a run")
     return [os.path.expanduser(name) for name in names]

@@ -155,7 +155,8 @@ class Source:
                 return np.array(tokenizer.encode_template(text))
             return tokenizer.encode_array(text)
         except UserError as e:
-            raise UserError(f"{self.place(tokenizer)}: {e}") from None
+            more = ", or leave them out by --unknown=drop" if tokenizer.kind == "char" else ""
+            raise UserError(f"{self.place(tokenizer)}: {e}{more}") from None
 
     def place(self, tokenizer):
         """The file and line, or record, of the last text that was read, if it cannot be encoded."""

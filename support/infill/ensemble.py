@@ -71,19 +71,21 @@ def read_newest(path, read):
     """
     loaded = [checkpoint.read_newest(name, read) for name in names_of(path)]
     folders = [folder for folder, _ in loaded]
-    if len(loaded) == 1:
-        return folders, loaded[0][1]
     if len({*folders}) < len(folders):
         raise UserError(f"{path} names a checkpoint twice; name each once")
-    first = loaded[0][1]
-    for folder, other in loaded[1:]:
-        check_alike(folders[0], first, folder, other)
+    return folders, together(loaded) if len(loaded) > 1 else loaded[0][1]
+
+
+def together(loaded):
+    """(model, tokenizer, config) of several checkpoints, pairs (folder, what `read` returned)."""
+    folder, first = loaded[0]
+    for path, other in loaded[1:]:
+        check_alike(folder, first, path, other)
         texts = [first[2].data, other[2].data]
         if texts[0] != texts[1]:
-            learned = f"{folders[0]} learned {texts[0]}, {folder} {texts[1]}"
+            learned = f"{folder} learned {texts[0]}, {path} {texts[1]}"
             warn(f"{learned}: if the texts differ, one may have learned what validates the other")
-    model = Ensemble([model for _, (model, _, _) in loaded])
-    return folders, (model.eval(), *first[1:])
+    return Ensemble([model for _, (model, _, _) in loaded]).eval(), *first[1:]
 
 
 def check_alike(one, first, folder, other):

@@ -321,7 +321,8 @@ def read_settings(path, known):
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
         what = f"{path} has version {version!r} of format {kind!r}"
         raise UserError(f"{what}; this program reads settings of version 1 of mdlm")
-    settings = upgraded(settings)
+    if settings.keys() - known:
+        settings = upgraded(settings)
     for name in sorted(settings.keys() - known):
         fix = "use the version that wrote it, or train again"
         raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")

@@ -29,7 +29,7 @@ from nanomdlm.support.cli.files import naming, read_json
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.templates import Gap, parse, to_ids
-from nanomdlm.support.proofread import mistakes, proofreader, races, words
+from nanomdlm.support.proofread import mistakes, proofreader, races
 from nanomdlm.support.run.calibration import temperature_of
 from nanomdlm.support.web.viewer import PAGE, HtmlRecorder, assemble, bundle, read_asset
 
@@ -190,7 +190,7 @@ def proofreading_settings(temperature=1.0):
         "UNKNOWN_COST",
         "NAME_LOGP",
     )
-    settings = {name: (vars(races) | vars(words) | vars(proofreader))[name] for name in names}
+    settings = {name: (vars(races) | vars(proofreader))[name] for name in names}
     cost = mistakes.Prior(None, 1).each
     settings |= dict(cost=cost, BESIDE=mistakes.BESIDE, beside=mistakes.beside())
     return settings | dict(temperature=temperature)

@@ -179,7 +179,6 @@ class Chain:
         V = len(automaton.classes)
         known = self.known.minimum(self.length)
         state = torch.zeros_like(self.length)
-        constrained = []
         for offset in range(int(known.max())):
             row = self.row[:, offset]
             drawn = ((row >= 0) & (offset < known)).nonzero()[:, 0]
@@ -191,13 +190,10 @@ class Chain:
                 wanted = logits[at].double() + b[:, automaton.classes]  # (r, V)
                 new = numerics.draw(wanted, u[at], *sampling)
                 token[at] = new
-                constrained.append((at, wanted))
+                logp[at] = wanted.log_softmax(-1).to(logp.dtype)
                 id = id.index_put((drawn,), new)
             moved = automaton.next[state, automaton.classes[id.clamp(max=V - 1)]]
             state = torch.where(offset < known, moved, state)
-        at = torch.cat([at for at, _ in constrained])
-        wanted = torch.cat([wanted for _, wanted in constrained])
-        logp[at] = wanted.log_softmax(-1).to(logp.dtype)
 
 
 def log_of(is_true):

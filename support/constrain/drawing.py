@@ -62,21 +62,17 @@ def everywhere(model, x, matches, end_id):
 
 def by_row(templates):
     """The Constraints of a batch, from the segments of each row's template, with known lengths."""
-    found = {}  # (number of the gap in its row, automaton) -> (start, length) of each row
+    found = {}  # (number of the gap in its row, automaton) -> its start and length, (2, B)
     for row, segments in enumerate(templates):
         at = 0
         for number, segment in enumerate(segments):
             automaton = getattr(segment, "automaton", None)
             if automaton and segment.length:
-                found.setdefault((number, automaton), {})[row] = (at, segment.length)
+                none = torch.zeros(2, len(templates), dtype=torch.int64)
+                places = found.setdefault((number, automaton), none)
+                places[:, row] = torch.tensor([at, segment.length])
             at += segment.size
-    constraints = []
-    for (_, automaton), places in found.items():
-        both = torch.zeros(2, len(templates), dtype=torch.int64)
-        for row, (start, length) in places.items():
-            both[:, row] = torch.tensor([start, length])
-        constraints.append(Constraint(automaton, *both))
-    return constraints
+    return [Constraint(automaton, *places) for (_, automaton), places in found.items()]
 
 
 def ask_ahead(constraints, drawn, masked, at):

@@ -106,14 +106,15 @@ class Shown:
         return escaped(text) if is_terminal(self.stream) else text
 
     def mark(self, part):
+        signs = ("[-", "-]", "{+", "+}")
+        if self.has_colors:
+            signs = (REMOVED, display.PLAIN, ADDED, display.PLAIN)
         before, after = (
             self.plain(text.replace("\r\n", "\n").replace("\n", "↵"))
             for text in (part.before, part.after)
         )
-        if self.has_colors:
-            removed = f"{REMOVED}{before}{display.PLAIN}" if before else ""
-            return removed + (f"{ADDED}{after}{display.PLAIN}" if after else "")
-        return (f"[-{before}-]" if before else "") + (f"{{+{after}+}}" if after else "")
+        removed = f"{signs[0]}{before}{signs[1]}" if before else ""
+        return removed + (f"{signs[2]}{after}{signs[3]}" if after else "")
 
 
 def to_html(part):

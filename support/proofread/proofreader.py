@@ -322,9 +322,10 @@ class Proofreader:
         together likelier than no mistake.
         """
         kept = []
-        excess = {edit: edit.gain - edit.cost - self.caution for edit in edits}
-        for edit in edits:
-            excess[edit] -= self.cost_of_words(window, edit)
+        excess = {
+            edit: edit.gain - edit.cost - self.caution - self.cost_of_words(window, edit)
+            for edit in edits
+        }
         starts = np.array([edit.start for edit in edits])
         odds = np.array(list(excess.values()))
         for edit in sorted(edits, key=lambda edit: (-excess[edit], edit.start)):

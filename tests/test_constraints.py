@@ -515,7 +515,7 @@ def test_templates_are_read():
         "a[___:[0-9]+]b": ["a", gap("[0-9]+"), "b"],
         "[██:a[]x]b\\]]c": [gap("a[]x]b\\]", 2), "c"],
         "[___:[^]]|\\]]": [gap("[^]]|\\]")],
-        "[___|yes|no [sic\\]|]": [gap("yes|no \\[sic\\]|", choices=("yes", "no [sic]", ""))],
+        "[___|yes|no [sic\\]|]": [gap("yes|no\\ \\[sic\\]|", choices=("yes", "no [sic]", ""))],
         "[___|a\\|b|\\:|a.c]": [gap("a\\|b|:|a\\.c", choices=("a|b", ":", "a.c"))],
         "\\[███:a]": ["[", Gap(3), ":a]"],
         "\\[___:a]█": ["[___:a]", Gap(1)],

@@ -84,12 +84,8 @@ def byte_automaton(pattern):
 
 
 def pattern_of_choices(choices):
-    """The regular expression of a list of texts; special characters are escaped portably."""
-    return "|".join(re.sub(r"[^\w\s]|_", lambda m: escaped(m[0]), text) for text in choices)
-
-
-def escaped(c):
-    return f"\\{c}" if c in "\\.+*?()|[]{}^$#&-~" else c
+    """The regular expression of a list of texts."""
+    return "|".join(map(re.escape, choices))
 
 
 # ---- Tokens

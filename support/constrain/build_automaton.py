@@ -46,17 +46,6 @@ def check_pattern(pattern):
         raise ValueError(f"{shown} is not a regular expression: its brackets do not pair; fix it")
 
 
-def why_refused(pattern, error):
-    """Why the library refuses a pattern; Python's reason is the clearer one."""
-    if "no transitions" in str(error):
-        return "no text matches it"
-    try:
-        re.compile(pattern)  # it may take a minute, which the limits of this process end
-    except (re.error, OverflowError, RecursionError) as e:
-        return e
-    return error
-
-
 def build(pattern):
     """Return the automaton over the bytes of UTF-8 as int32 numbers.
 
@@ -74,9 +63,13 @@ def build(pattern):
     try:
         index = Index(f"(?:{pattern}){LAST}", vocabulary)
     except ValueError as e:
+        why = "no text matches it" if "no transitions" in str(e) else e
+        try:
+            re.compile(pattern)  # it may take a minute, which the limits of this process end
+        except (re.error, OverflowError, RecursionError) as of_python:  # which is the clearer one
+            why = of_python
         what = f"{pattern[:40]!r} is not a regular expression that outlines-core takes"
-        fix = "mend it, or write \\ before a sign"
-        raise ValueError(f"{what} ({str(why_refused(pattern, e))[:200]}); {fix}") from e
+        raise ValueError(f"{what} ({str(why)[:200]}); mend it, or write \\ before a sign") from e
     transitions = index.get_transitions()
     matched = set(index.get_final_states())
     names = [index.get_initial_state(), *transitions, *matched]

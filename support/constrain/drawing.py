@@ -62,21 +62,17 @@ def everywhere(model, x, matches, end_id):
 
 def by_row(templates):
     """The Constraints of a batch, from the segments of each row's template, with known lengths."""
-    found = {}  # (number of the gap in its row, automaton) -> (start, length) of each row
+    found = {}  # (number of the gap in its row, automaton) -> its start and length, (2, B)
     for row, segments in enumerate(templates):
         at = 0
         for number, segment in enumerate(segments):
             automaton = getattr(segment, "automaton", None)
             if automaton and segment.length:
-                found.setdefault((number, automaton), {})[row] = (at, segment.length)
+                none = torch.zeros(2, len(templates), dtype=torch.int64)
+                places = found.setdefault((number, automaton), none)
+                places[:, row] = torch.tensor([at, segment.length])
             at += segment.size
-    constraints = []
-    for (_, automaton), places in found.items():
-        both = torch.zeros(2, len(templates), dtype=torch.int64)
-        for row, (start, length) in places.items():
-            both[:, row] = torch.tensor([start, length])
-        constraints.append(Constraint(automaton, *both))
-    return constraints
+    return [Constraint(automaton, *places) for (_, automaton), places in found.items()]
 
 
 def ask_ahead(constraints, drawn, masked, at):
@@ -179,7 +175,6 @@ class Chain:
         V = len(automaton.classes)
         known = self.known.minimum(self.length)
         state = torch.zeros_like(self.length)
-        constrained = []
         for offset in range(int(known.max())):
             row = self.row[:, offset]
             drawn = ((row >= 0) & (offset < known)).nonzero()[:, 0]
@@ -191,13 +186,10 @@ class Chain:
                 wanted = logits[at].double() + b[:, automaton.classes]  # (r, V)
                 new = numerics.draw(wanted, u[at], *sampling)
                 token[at] = new
-                constrained.append((at, wanted))
+                logp[at] = wanted.log_softmax(-1).to(logp.dtype)
                 id = id.index_put((drawn,), new)
             moved = automaton.next[state, automaton.classes[id.clamp(max=V - 1)]]
             state = torch.where(offset < known, moved, state)
-        at = torch.cat([at for at, _ in constrained])
-        wanted = torch.cat([wanted for _, wanted in constrained])
-        logp[at] = wanted.log_softmax(-1).to(logp.dtype)
 
 
 def log_of(is_true):

@@ -1,14 +1,12 @@
 """Proofreading of a file (sample.py --fix): reads it, shows what changes, writes the new text.
 
-Changes are shown and written window by window, as they are found.
+Changes are shown window by window, as they are found, and written at the end.
 """
 
-import contextlib
 import html
-import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 from nanomdlm.support.cli import outputs
 from nanomdlm.support.cli.progress import bar
@@ -48,28 +46,19 @@ ins { color: #182; font-weight: bold; text-decoration: none; border-bottom: 2px 
 # ---- Where the new text goes
 def check_output(options):
     """Raise UserError unless --output can be written; it may be the file of --fix itself."""
-    path = options.output
-    if path in ("", "-"):
-        return
-    others = {flag: getattr(options, flag) for flag in ("json", "html")}
-    is_same = options.fix != "-" and outputs.is_same(path, options.fix)
-    read = dict(out_dir=options.out_dir or "out") | ({} if is_same else dict(fix=options.fix))
-    outputs.check("output", path, read, others)
-    if is_same and not outputs.is_replaced(Path(path)):
-        what = f"--output={path} would be overwritten before the new text is complete"
+    is_same = options.fix != "-" and outputs.is_same(options.output, options.fix)
+    outputs.check_all(replace(options, fix="") if is_same else options)
+    if is_same and not outputs.is_replaced(Path(options.output)):
+        what = f"--output={options.output} would be overwritten before the new text is complete"
         raise UserError(f"{what}, as it is a link or in a closed folder; give another file")
 
 
-def open_output(path):
-    """A context manager of what --output, --html or --json name, with a method put(bytes)."""
-
-    def put(content):
-        sys.stdout.buffer.write(content)
-        sys.stdout.buffer.flush()
-
+def write(path, text):
+    """Write to what --output, --html or --json names: nothing, a file, or standard output."""
     if path == "-":
-        return contextlib.nullcontext(SimpleNamespace(put=put))
-    return outputs.Lines(path or os.devnull)
+        sys.stdout.buffer.write(text.encode())
+    elif path:
+        outputs.write(path, text.encode())
 
 
 # ---- Showing changes
@@ -117,14 +106,15 @@ class Shown:
         return escaped(text) if is_terminal(self.stream) else text
 
     def mark(self, part):
+        signs = ("[-", "-]", "{+", "+}")
+        if self.has_colors:
+            signs = (REMOVED, display.PLAIN, ADDED, display.PLAIN)
         before, after = (
             self.plain(text.replace("\r\n", "\n").replace("\n", "↵"))
             for text in (part.before, part.after)
         )
-        if self.has_colors:
-            removed = f"{REMOVED}{before}{display.PLAIN}" if before else ""
-            return removed + (f"{ADDED}{after}{display.PLAIN}" if after else "")
-        return (f"[-{before}-]" if before else "") + (f"{{+{after}+}}" if after else "")
+        removed = f"{signs[0]}{before}{signs[1]}" if before else ""
+        return removed + (f"{signs[2]}{after}{signs[3]}" if after else "")
 
 
 def to_html(part):
@@ -151,28 +141,21 @@ def fix_file(options, model, tokenizer, folders, config):
     name = "standard input" if options.fix == "-" else f"--fix={options.fix}"
     content = read_text(options.fix, name)
     checkpoint_score.introduce(folders, options.out_dir)
-    is_shown = "-" not in (options.output, options.json)
-    shown = Shown(sys.stdout)
-    n = 0
-    with contextlib.ExitStack() as stack:
-        text, page, lines = (
-            stack.enter_context(open_output(path))
-            for path in (options.output, options.html, options.json)
-        )
-        read = stack.enter_context(bar(desc="proofreading", unit=" characters", total=len(content)))
-        page.put(PAGE.encode())
+    shown = Shown(sys.stdout) if "-" not in (options.output, options.json) else None
+    parts = []
+    with bar(desc="proofreading", unit=" characters", total=len(content)) as read:
         for part in reader.parts(content):
-            text.put(part.after.encode())
-            page.put(to_html(part).encode())
-            if is_shown:
+            parts.append(part)
+            if shown:
                 read.clear()  # what is shown may be on the same terminal
                 shown.add(part)
             read.update(len(part.before))
-            if part.change:
-                n += 1
-                lines.put(f"{display.safe_json(part.change._asdict())}\n".encode())
-        read.clear()
+    if shown:
         shown.end()
-        page.put(b"</pre>\n</body>\n</html>\n")
-    warn(f"{n} change{'' if n == 1 else 's'} in {len(content)} characters")
+    changes = [part.change for part in parts if part.change]
+    lines = [f"{display.safe_json(change._asdict())}\n" for change in changes]
+    write(options.output, "".join(part.after for part in parts))
+    write(options.html, "".join([PAGE, *map(to_html, parts), "</pre>\n</body>\n</html>\n"]))
+    write(options.json, "".join(lines))
+    warn(f"{len(changes)} change{'' if len(changes) == 1 else 's'} in {len(content)} characters")
     return 0

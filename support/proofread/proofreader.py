@@ -59,6 +59,8 @@ DELETE = -4.0
 SWAP = -10.0
 INSERT = -5.0
 INSERTED = -1.5
+UNKNOWN_COST = 6.0  # nats more for an edit of a name, or of words found elsewhere, to unknown words
+NAME_LOGP = -8.0  # log p of a region that is enough to turn a name into a word not in the text
 WORD_LENGTH = 64  # characters of a word, at each side of an edit, that are looked up
 MAX_LOGITS = 1 << 24  # held at a time
 DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")  # the same word twice
@@ -320,9 +322,10 @@ class Proofreader:
         together likelier than no mistake.
         """
         kept = []
-        excess = {edit: edit.gain - edit.cost - self.caution for edit in edits}
-        for edit in edits:
-            excess[edit] -= self.cost_of_words(window, edit)
+        excess = {
+            edit: edit.gain - edit.cost - self.caution - self.cost_of_words(window, edit)
+            for edit in edits
+        }
         starts = np.array([edit.start for edit in edits])
         odds = np.array(list(excess.values()))
         for edit in sorted(edits, key=lambda edit: (-excess[edit], edit.start)):
@@ -341,7 +344,10 @@ class Proofreader:
         before = text_of(window[max(0, edit.start - WORD_LENGTH) : edit.start])
         after = text_of(window[edit.stop : edit.stop + WORD_LENGTH])
         old, new = map(text_of, (window[edit.start : edit.stop], self.new_tokens(window, edit)))
-        return self.words.cost(before, old, new, after, edit.logp)
+        is_name, is_known = self.words.lost(before, old, new, after)
+        if is_name and edit.logp < NAME_LOGP:
+            return math.inf
+        return UNKNOWN_COST if is_name or is_known else 0.0
 
     def is_readable(self, window, edit):
         """Whether the new text has the ids by which the edit was judged."""
@@ -354,10 +360,8 @@ class Proofreader:
     def new_tokens(self, window, edit):
         """The Tokens of an edit."""
         old = window[edit.start : edit.stop]
-        texts = [token.own for token in reversed(old)]
-        if edit.kind != "swap":
-            texts = [self.cutter.written(id, old[0] if old else None) for id in edit.ids]
-        tokens = [Token(id, text, is_changed=True) for id, text in zip(edit.ids, texts)]
+        first = old[0] if old else None
+        tokens = [Token(id, self.cutter.written(id, first), is_changed=True) for id in edit.ids]
         for new, replaced in zip(tokens, old):
             new.lead = replaced.lead
             new.number = replaced.number

@@ -37,40 +37,36 @@ def mean_difference(a, b, tokens):
     return dict(difference=more, se=numerics.standard_error(residual))
 
 
+def differences(a, b):
+    """Of two evaluations: tokens masked (passes, W), by how much the mean cross-entropy there is
+    higher in b (passes, W), tokens of each window (W,). None if they do not have the same masks."""
+    if "by_mask" not in a or a["by_mask"]["masked"] != b.get("by_mask", {}).get("masked"):
+        return None
+    ce = [torch.tensor(r["by_mask"]["ce"], dtype=torch.float64) for r in (a, b)]
+    return torch.tensor(a["by_mask"]["masked"]), ce[1] - ce[0], torch.tensor(a["tokens_by_window"])
+
+
 def difference_of_bounds(a, b):
-    """The same of the bounds, or of a bound and the NLL of an autoregressive model.
+    """The mean_difference of the bounds, or of a bound and the NLL of an autoregressive model.
 
     If both have the same numbers of masked tokens, the variance that these explain is not part of
     the error, because they are stratified.
     """
     r = mean_difference(a["by_window"], b["by_window"], a["tokens_by_window"])
-    if have_same_masks(a, b):
-        masked, more, tokens = differences(a, b)
-        weight = tokens / tokens.double().mean()
-        residual = (more - r["difference"]) * weight
+    if found := differences(a, b):
+        masked, more, tokens = found
+        residual = (more - r["difference"]) * tokens / tokens.double().mean()
         of_texts = (x[..., None] for x in (residual, masked, tokens))  # one in each window
         r["se"] = evaluation.stratified_error(*of_texts)
     return r
 
 
-def have_same_masks(a, b):
-    both = [r.get("by_mask", {}).get("masked") for r in (a, b)]
-    return both[0] is not None and both[0] == both[1]
-
-
-def differences(a, b):
-    """Of two evaluations with the same masks: tokens masked (passes, W), by how much the mean
-    cross-entropy there is higher in b (passes, W), tokens of each window (W,)."""
-    ce = [torch.tensor(r["by_mask"]["ce"], dtype=torch.float64) for r in (a, b)]
-    return torch.tensor(a["by_mask"]["masked"]), ce[1] - ce[0], torch.tensor(a["tokens_by_window"])
-
-
-def differences_by_rate(a, b):
+def differences_by_rate(masked, more, tokens):
     """[mean_difference of the cross-entropy, or None] by tenths of the mask rate.
 
+    masked, more, tokens: see `differences`.
     A window may be in a tenth several times: the error is over windows, as these are independent.
     """
-    masked, more, tokens = differences(a, b)
     tenths = (10 * masked - 1) // tokens
     rows = []
     for k in range(10):
@@ -109,8 +105,8 @@ def compare(paths):
         if "exact" in first and "exact" in other:
             values = (r["exact"]["by_window"] for r in (first, other))
             row["exact"] = mean_difference(*values, first["tokens_by_window"])
-        if have_same_masks(first, other):
-            row["by_rate"] = differences_by_rate(first, other)
+        if found := differences(first, other):
+            row["by_rate"] = differences_by_rate(*found)
         names = dict.fromkeys("NLL" if "nll" in r else "NELBO" for r in (other, first))
         runs.append(row | dict(name=" against ".join(names)))
     windows = len(first["by_window"])
@@ -131,10 +127,8 @@ def in_words(r):
         if "by_rate" in run:
             found = [tenth or {} for tenth in run["by_rate"]]
             rows = [["masked, %", *(f"{i}-{i + 10}" for i in range(0, 100, 10))]]
-            rows += [[name, *(x.get(key) for x in found)] for name, key in ROWS.items()]
+            for name, key in (("CE, difference", "difference"), ("+-", "se")):
+                rows.append([name, *(tenth.get(key) for tenth in found)])
             lines.append(table(rows, digits=3))
     lines.append("negative: better than the first; +-: standard error of the paired difference")
     return "\n".join(lines)
-
-
-ROWS = {"CE, difference": "difference", "+-": "se"}  # of the table by mask rate

@@ -27,7 +27,7 @@ from nanomdlm.support.cli.files import naming
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.templates import Gap, parse, to_ids
-from nanomdlm.support.proofread import mistakes, proofreader, races, words
+from nanomdlm.support.proofread import mistakes, proofreader, races
 from nanomdlm.support.run.calibration import temperature_of
 from nanomdlm.support.web.viewer import PAGE, HtmlRecorder, assemble, bundle, read_asset
 
@@ -151,7 +151,7 @@ def proofreading_settings(temperature=1.0):
 
     temperature: of the network, by which proofread.js divides its logits
     """
-    names = vars(races) | vars(words) | vars(proofreader)
+    names = vars(races) | vars(proofreader)
     constants = {
         name: value
         for name, value in names.items()

@@ -169,11 +169,12 @@ def test_nulls_and_lists_become_numbers():
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="several ranks")
 def test_first_rank_alone_tracks(text_file, tmp_path):
-    pytest.importorskip("tensorboard")
-    flags = flags_of(text_file, tmp_path / "out", "tensorboard", "--max_steps=3")
+    pytest.importorskip("wandb")
+    flags = flags_of(text_file, tmp_path / "out", "wandb", "--max_steps=3")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     r = subprocess.run([*command, str(ROOT / "mdlm.py"), *flags], env=env, capture_output=True)
     assert r.returncode == 0, r.stderr[-2000:]
-    assert len(list((tmp_path / "out" / "tensorboard").iterdir())) == 1
-    check_same(in_tensorboard(tmp_path / "out" / "tensorboard"), tmp_path / "out")
+    found, ids = in_wandb(tmp_path / "out" / "wandb")
+    assert len(ids) == 1
+    check_same(found, tmp_path / "out")

@@ -104,32 +104,19 @@ def flops_per_token(model):
     6 for each weight, and 12 C T for each layer with attention (C: width, T: context).
     """
     config = model.config
-    rows = positions_per_token(model) - config.infill_share  # its steps take whole texts
-    predicted = predicted_fraction(model)
+    text = torch.zeros(1, config.block_size, dtype=torch.int64)
+    # Positions that the network has for each token of text in training; the steps of infill_share
+    # take whole texts.
+    rows = model.objective.view(text).ids.numel() / text.numel() - config.infill_share
+    predicted = 1.0 if is_causal(model) else 0.5  # share of the tokens that reach the head
+    attending = len(model.layers)  # in a pretrained network, all of them
     body = rows * sum(p.numel() for p in model.layers.parameters())
     # The head and the last layer's MLP compute only the predicted positions.
     end = predicted * config.n_embd * model.vocab_size
     if not config.network:
         end -= 8 * config.n_embd**2 * (rows - predicted)
-    return 6 * (body + end) + 12 * attending(model) * config.n_embd * config.block_size
-
-
-def positions_per_token(model):
-    """Return how many positions the network has for a token of text in training."""
-    text = torch.zeros(1, model.config.block_size, dtype=torch.int64)
-    return model.objective.view(text).ids.numel() / text.numel()
-
-
-def predicted_fraction(model):
-    """Return the share of the tokens that reach the head in training, on average."""
-    return 1.0 if is_causal(model) else 0.5
-
-
-def attending(model):
-    """Return how many layers attend; in a pretrained network, all of them."""
-    if model.config.network:
-        return len(model.layers)
-    return sum(layer.qkv is not None for layer in model.layers)
+        attending = sum(layer.qkv is not None for layer in model.layers)
+    return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
 
 
 # ---- Copies to a device

@@ -46,12 +46,12 @@ def should_compile(run, able, seconds=0.0):
 
 
 # ---- What is compiled
-def prepare_engine(run, in_background=True):
+def prepare_engine(run):
     """Compile the network of a run if that pays off; returns whether its next call compiles it in
     this process, which takes a while."""
     compiled = should_compile(run, can_compile(run.device), run.clock.seconds)
     run.log.describe(run, compiled)
-    begins = compile_network(run, compiled, in_background)
+    begins = compile_network(run, compiled, in_background=True)
     if begins:
         run.log.say(f"compiling, {TAKES} (--compile=off starts at once)")
     return begins

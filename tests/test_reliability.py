@@ -535,6 +535,15 @@ def test_two_ranks_keep_a_time_limit(run, tmp_path):
     assert last["seconds"] < 4 and last["val_nelbo"] and saved(tmp_path / "o")[1][0] == last["step"]
 
 
+def test_first_rank_alone_tracks(run, tmp_path):
+    pytest.importorskip("wandb")
+    flags = ["--max_steps=2", "--tracker=wandb"]
+    ranks = begin_ranks(2, run, tmp_path / "o", *flags, WANDB_MODE="offline")
+    assert [r.wait() for r in ranks] == [0, 0], ranks[1].err
+    assert len(list((tmp_path / "o" / "wandb").glob("offline-run-*"))) == 1
+    assert sum("wandb" in record for record in read_log(tmp_path / "o")) == 1
+
+
 def test_two_ranks_resume_what_one_began(run, tmp_path):
     flags = ["--optimizer=adamw", "--rate_margin=0", "--lr_schedule=constant", "--max_steps=8"]
     assert run(tmp_path / "whole", *flags).wait() == 0

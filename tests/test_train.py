@@ -351,7 +351,7 @@ def run_for_100_seconds(text_file, out, *more):
 
 
 def test_time_limit_covers_everything(text_file, tmp_path, clock, slow):
-    slow(call=0.25)
+    slow(call=0.4)
     code, log = run_for_100_seconds(text_file, tmp_path / "out", "--eval_interval=0")
     assert code == 0
     assert 90 < log[-1]["seconds"] <= clock.now <= 100

@@ -29,14 +29,12 @@ def pick_device(name):
 
     auto: the first of cuda, mps and cpu that exists
     """
-    # Number of devices of each kind.
-    available = {"cuda": torch.cuda.is_available() and torch.cuda.device_count()}
-    available |= {"mps": torch.backends.mps.is_available(), "cpu": 1}
+    numbers = dict(cuda=torch.cuda.device_count(), mps=torch.backends.mps.is_available(), cpu=1)
     if name == "auto":
-        name = next(kind for kind in available if available[kind])
+        name = next(kind for kind, number in numbers.items() if number)
     with contextlib.suppress(RuntimeError):  # PyTorch does not know the name
         device = torch.device(name)
-        if device.type == "cpu" or (device.index or 0) < available.get(device.type, 0):
+        if (device.index or 0) < numbers.get(device.type, 0):
             return device
     name = shown(name)
     raise UserError(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")

@@ -47,6 +47,7 @@ class Clock:
 
     def __init__(self, config, start):
         self.config = config
+        self.limit = config.time_limit or math.inf  # in seconds
         self.start = start
         self.seconds = 0.0  # of the processes that this one resumes
         self.progress = 0.0  # from 0 to 1, by steps or by time
@@ -78,11 +79,10 @@ class Clock:
         """
         if self.interrupt is None:  # installed late: before the first step Ctrl-C may simply exit
             self.interrupt = signals.Interrupt()
-        progress = step / self.config.max_steps
-        if limit := self.config.time_limit:
-            progress = max(progress, self.elapsed() / (limit - sum(self.reserved())))
+        by_steps = step / self.config.max_steps
+        by_time = self.elapsed() / (self.limit - self.for_evaluation() - self.for_save())
         # Never go back: the time reserved for the end, and so this estimate, may grow.
-        progress = min(1.0, max(progress, self.progress))
+        progress = min(1.0, max(by_steps, by_time, self.progress))
         # Extra saves may take a twentieth of the time.
         unsaved = time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.saving)
         values = [progress, self.interrupt.signal, unsaved, *self.evaluating]
@@ -92,13 +92,13 @@ class Clock:
         self.must_save = bool(unsaved)
         return not self.signal and self.progress < 1
 
-    def reserved(self):
-        """Seconds of --time_limit reserved for the last evaluation and for the last save.
+    def for_evaluation(self):
+        """Seconds reserved for the last evaluation; it scores fewer windows if it takes longer."""
+        return min(self.ending, LAST_FRACTION * self.limit)
 
-        If that is not enough, the last evaluation scores fewer windows.
-        """
-        limit = self.config.time_limit
-        return min(self.ending, LAST_FRACTION * limit), min(self.saving + 2, 0.1 * limit)
+    def for_save(self):
+        """Seconds reserved for the last save."""
+        return min(self.saving + 2, 0.1 * self.limit)
 
     # ---- When to evaluate, and how much
     def must_evaluate(self, step):
@@ -115,15 +115,14 @@ class Clock:
         tenth = int(self.progress * EVALUATIONS)
         is_due = self.tenth is not None and tenth > self.tenth
         self.tenth = tenth
-        return is_due and sum(self.evaluating) <= TIME_FRACTION * self.progress * config.time_limit
+        return is_due and sum(self.evaluating) <= TIME_FRACTION * self.progress * self.limit
 
     @contextlib.contextmanager
     def evaluate(self, run, is_last):
         """Context manager: the Budget of an evaluation, whose time is measured. It runs eagerly."""
-        limit = self.config.time_limit
         if is_last and run.step == 0:
             took = f"after {self.elapsed():.0f} s: nothing is trained; give more time"
-            raise SharedError(f"--time_limit={limit:g} is over before the first step, {took}")
+            raise SharedError(f"--time_limit={self.limit:g} is over before the first step, {took}")
         began = time.monotonic()
         ranks.STOP = self.interrupt if is_last else None  # it may be long: a signal ends it
         try:
@@ -144,17 +143,12 @@ class Clock:
         n, calls = (W, calls_of(run, PREVIEW_CALLS[2])) if is_last else self.size(run, W)
         if n < W:
             windows = windows[torch.arange(n) * W // n]  # evenly spread over the validation text
-        if not self.config.time_limit:
-            return Budget(windows, 4 if is_last else 1, calls, began, math.inf, math.inf)
-        until = self.start - self.seconds + self.config.time_limit - 2 - self.saving
-        for_evaluation, _ = self.reserved()
+        until = self.start - self.seconds + self.limit - 2 - self.saving
         if not is_last:
-            until -= for_evaluation
+            until -= self.for_evaluation()
             return Budget(windows, 1, calls, began, until, until)
         run.log.say(f"evaluating on up to {n} windows of validation text")
-        preview = min(
-            CALL_COST * calls * self.per_window, LAST_FRACTION / 2 * self.config.time_limit
-        )
+        preview = min(CALL_COST * calls * self.per_window, LAST_FRACTION / 2 * self.limit)
         passes = 1 if ranks.is_late(until - preview) else 4
         return Budget(windows, passes, calls, began, until - preview, until)
 
@@ -186,10 +180,8 @@ class Clock:
         # preview. A quarter is added because a machine's speed varies.
         least, _, most = (calls_of(run, calls) for calls in PREVIEW_CALLS)
         self.ending = 1.25 * (5 * run.eval_windows + CALL_COST * most) * self.per_window
-        calls = budget.calls
-        if self.config.time_limit:
-            left = max(0.0, budget.until - time.monotonic()) / (CALL_COST * self.per_window)
-            calls = min(calls, int(ranks.all_reduce(torch.tensor(left), "MIN").item()))
+        left = max(0.0, budget.until - time.monotonic()) / (CALL_COST * self.per_window)
+        calls = int(ranks.all_reduce(torch.tensor(min(left, float(budget.calls))), "MIN"))
         return calls if calls >= least else 0
 
     # ---- Saves

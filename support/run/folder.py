@@ -80,18 +80,11 @@ def is_prepared(folder):
     return False
 
 
-def claim(config, resumed_from):
+def lock(out):
     """Make, mark and lock the folder of a run, until release().
 
-    UserError if another process trains there, or if what is there is not a run's own.
-    resumed_from: the run's checkpoint, or None for a new run
+    UserError if it cannot be written, or if another process trains there.
     """
-    check_place(config, resumed_from)
-    lock(Path(config.out_dir))
-
-
-def lock(out):
-    """Make, mark and lock a folder; UserError if it cannot be written, or is locked."""
     release()
     with files.writing(out):
         for folder in (*reversed(out.parents), out):
@@ -157,10 +150,3 @@ def mark_overwriting(out_dir):
         latest = Path(out_dir) / "latest"
         with files.writing(latest):
             files.write_atomically(latest, OVERWRITING.encode())
-
-
-def data_folder(config):
-    """The folder of a run's ids: --data itself, or the data prepared from it in out_dir."""
-    if sources.is_ids(config.data):
-        return Path(config.data)
-    return Path(config.out_dir) / "data"

@@ -102,9 +102,7 @@ class Log:
     def progress(self, run):
         """Context manager: show how far a run is; yields a function to call after each step."""
         config = run.config
-        done = max(
-            run.step / config.max_steps, run.clock.elapsed() / (config.time_limit or math.inf)
-        )
+        done = max(run.step / config.max_steps, run.clock.elapsed() / run.clock.limit)
         of = f"/{config.max_steps}" if config.max_steps < NO_LIMIT else ""
         options = dict(total=1.0, initial=min(done, 1.0), bar_format=BAR, miniters=0)
         options |= dict(desc=f"step {run.step}{of}", leave=True, delay=0, disable=self.silent)

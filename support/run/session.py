@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import threading
+from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
@@ -86,7 +87,8 @@ def find(Config, given, world):
         shards.check(config.shard, world)
     if config.tracker != "none":
         trackers.check(config)
-    run_folder.claim(config, resumed_from)
+    run_folder.check_place(config, resumed_from)
+    run_folder.lock(Path(config.out_dir))
     return config, resumed_from, changed
 
 
@@ -147,7 +149,8 @@ class Session:
         """
         config = self.config
         self.log.say("reading the data")
-        folder = run_folder.data_folder(config)
+        is_prepared = sources.is_ids(config.data)
+        folder = Path(config.data) if is_prepared else Path(config.out_dir) / "data"
         ranks.first(lambda: self.prepare(folder, network, source))
         ids = ranks.together(lambda: self.proved(folder, network))
         ranks.check_alike({f"{folder}'s {name}": value for name, value in ids.identity.items()})

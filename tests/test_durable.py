@@ -186,15 +186,14 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("flags", [[], ["--overwrite"]], ids=["new", "overwrite"])
 @pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN.keys())
-def test_a_run_replaces_no_file_of_others(tmp_path, text_file, capsys, files, flags):
+def test_a_run_replaces_no_file_of_others(tmp_path, text_file, capsys, files):
     out = tmp_path / "out"
     for name, content in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(content)
     before = content_of(out)
-    argv = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={out}", *flags]
+    argv = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={out}", "--overwrite"]
     capsys.readouterr()
     assert run_mdlm(*argv) == 2
     said = capsys.readouterr().err
@@ -330,7 +329,14 @@ def test_changed_batch_repeats_and_skips_no_sample(run, quick, monkeypatch, caps
 
 
 def test_what_no_resume_may_change_is_refused(run, capsys):
-    for flag in ("--n_layer=3", "--seed=1", "--ema=0.5", "--lr_schedule=linear", "--dropout=0.5"):
+    for flag in (
+        "--n_layer=3",
+        "--separator=x",
+        "--seed=1",
+        "--ema=0.5",
+        "--lr_schedule=linear",
+        "--dropout=0.5",
+    ):
         assert run_mdlm(f"--out_dir={run}", "--resume", flag) == 2
         assert flag.partition("=")[0] in capsys.readouterr().err
 

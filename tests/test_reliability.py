@@ -540,6 +540,7 @@ def test_first_rank_alone_tracks(run, tmp_path):
     flags = ["--max_steps=2", "--tracker=wandb"]
     ranks = begin_ranks(2, run, tmp_path / "o", *flags, WANDB_MODE="offline")
     assert [r.wait() for r in ranks] == [0, 0], ranks[1].err
+    assert "--tracker" not in ranks[0].err, "its failure would be a warning"
     assert len(list((tmp_path / "o" / "wandb").glob("offline-run-*"))) == 1
     assert sum("wandb" in record for record in read_log(tmp_path / "o")) == 1
 

@@ -351,7 +351,7 @@ def run_for_100_seconds(text_file, out, *more):
 
 
 def test_time_limit_covers_everything(text_file, tmp_path, clock, slow):
-    slow(call=0.4)
+    slow(call=0.25)
     code, log = run_for_100_seconds(text_file, tmp_path / "out", "--eval_interval=0")
     assert code == 0
     assert 90 < log[-1]["seconds"] <= clock.now <= 100
@@ -468,10 +468,6 @@ def test_existing_run_is_only_touched_on_request(run, capsys):
     before = snapshot(run)
     assert run_mdlm(*flags, "--max_steps=4") == 2
     assert "--resume" in capsys.readouterr().err
-    assert run_mdlm("--resume", f"--out_dir={run}", "--n_embd=64") == 2
-    assert "--n_embd=64" in capsys.readouterr().err
-    assert run_mdlm("--resume", f"--out_dir={run}", "--separator=x") == 2
-    assert "--separator=x" in capsys.readouterr().err
     assert run_mdlm(*flags, "--overwrite", "--data=missing") == 2
     assert snapshot(run) == before, "--overwrite removes nothing before the new run can start"
     assert run_mdlm("--resume", f"--out_dir={run}") == 0

@@ -21,8 +21,8 @@ def is_main_thread():
 
 
 def stop(number, frame):
-    """Signal handler: raise KeyboardInterrupt for Ctrl-C, Stopped for other signals."""
-    raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
+    """Signal handler: raise Stopped."""
+    raise Stopped(number)
 
 
 # Signals that end a program, besides Ctrl-C. Windows has no SIGHUP.
@@ -57,8 +57,6 @@ def clean_end():
     signals keep ending the process at once: Python runs no handler while ranks wait for each other.
     """
     with handlers_kept() as before:
-        if before.get(signal.SIGINT) == signal.default_int_handler:
-            signal.signal(signal.SIGINT, stop)
         for number in ENDING:
             if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
                 signal.signal(number, stop)

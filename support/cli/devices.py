@@ -29,7 +29,9 @@ def pick_device(name):
 
     auto: the first of cuda, mps and cpu that exists
     """
-    numbers = dict(cuda=torch.cuda.device_count(), mps=torch.backends.mps.is_available(), cpu=1)
+    # The driver may count devices that it cannot use: is_available() tries.
+    gpus = torch.cuda.is_available() and torch.cuda.device_count()
+    numbers = dict(cuda=gpus, mps=torch.backends.mps.is_available(), cpu=1)
     if name == "auto":
         name = next(kind for kind, number in numbers.items() if number)
     with contextlib.suppress(RuntimeError):  # PyTorch does not know the name

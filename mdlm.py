@@ -717,11 +717,11 @@ def report(run, is_last=False):
 
 def show_samples(run, calls):
     """Show what the model writes in `calls` network calls: from nothing, and in real text."""
-    x0, hidden, _ = to_preview(run)
+    x0, hidden, _ = preview = to_preview(run)
     g = generator("preview", run.config.seed, run.step)
     with run.autocast(), eval_mode(run.averaged):
         x = generate(run.averaged, torch.where(hidden, run.model.mask_id, x0), calls, g)
-    run.log.samples(run, x)
+    run.log.samples(run, preview, x)
 
 
 def set_up(session):

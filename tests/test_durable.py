@@ -13,13 +13,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import CHECKPOINT_FILES, ROOT, TINY, read_log, run_mdlm, tiny_flags
-from torch import distributed
 
 import bench
 import eval
@@ -28,9 +26,8 @@ import mdlm
 import sample
 from nanomdlm.support import errors
 from nanomdlm.support.cli import entry, files, outputs, settings
-from nanomdlm.support.run import checkpoint, session
+from nanomdlm.support.run import checkpoint, ranks, session
 from nanomdlm.support.run import folder as run_folder
-from nanomdlm.support.run.ranks import check_alike
 
 
 def lesson(name):
@@ -189,15 +186,14 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("flags", [[], ["--overwrite"]], ids=["new", "overwrite"])
 @pytest.mark.parametrize("files", FOREIGN.values(), ids=FOREIGN.keys())
-def test_a_run_replaces_no_file_of_others(tmp_path, text_file, capsys, files, flags):
+def test_a_run_replaces_no_file_of_others(tmp_path, text_file, capsys, files):
     out = tmp_path / "out"
     for name, content in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(content)
     before = content_of(out)
-    argv = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={out}", *flags]
+    argv = [f"--data={text_file}", *TINY, "--max_steps=1", f"--out_dir={out}", "--overwrite"]
     capsys.readouterr()
     assert run_mdlm(*argv) == 2
     said = capsys.readouterr().err
@@ -333,7 +329,14 @@ def test_changed_batch_repeats_and_skips_no_sample(run, quick, monkeypatch, caps
 
 
 def test_what_no_resume_may_change_is_refused(run, capsys):
-    for flag in ("--n_layer=3", "--seed=1", "--ema=0.5", "--lr_schedule=linear", "--dropout=0.5"):
+    for flag in (
+        "--n_layer=3",
+        "--separator=x",
+        "--seed=1",
+        "--ema=0.5",
+        "--lr_schedule=linear",
+        "--dropout=0.5",
+    ):
         assert run_mdlm(f"--out_dir={run}", "--resume", flag) == 2
         assert flag.partition("=")[0] in capsys.readouterr().err
 
@@ -342,58 +345,26 @@ def test_what_no_resume_may_change_is_refused(run, capsys):
 # Ranks that meet
 
 
-def meet(*ranks):
-    """What check_alike raises on ranks (rank, number of ranks, flags), threads here; or None."""
-    store = distributed.HashStore()
-    found = [None] * len(ranks)
-
-    def one(i):
-        try:
-            check_alike(store, *ranks[i])
-        except errors.RankError as e:
-            found[i] = str(e)
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return found
-
-
-def test_ranks_started_alike_go_on():
+def test_ranks_that_differ_stop(monkeypatch):
     flags = dict(max_steps=10, device="cpu")
-    assert meet((0, 3, flags), (1, 3, flags), (2, 3, flags | dict(device="cuda:1"))) == [None] * 3
-
-
-@pytest.mark.parametrize(
-    "ranks, words",
-    [
-        ([(0, 3, {}), (1, 3, {}), (2, 3, dict(seed=1))], "rank 2 has --seed 1"),
-        ([(0, 2, {}), (1, 3, {})], "rank 1 has WORLD_SIZE 3, the first rank 2"),
-    ],
-)
-def test_ranks_started_in_other_ways_stop_at_once(ranks, words):
-    began = time.monotonic()
-    found = meet(*ranks)
-    assert all(sentence and words in sentence for sentence in found), found
-    assert time.monotonic() - began < 12
+    same = [ranks.start_settings(flags), ranks.start_settings(flags | dict(device="cuda:1"))]
+    assert same[0] == same[1]
+    others = [{}, {"seed": 1}]
+    monkeypatch.setattr(ranks, "gather", lambda mine: [mine, *others])
+    with pytest.raises(errors.RankError, match="rank 2 has seed 1, the first rank none"):
+        ranks.check_alike({})
 
 
 def test_ranks_compare_what_they_load(run, quick, tmp_path, monkeypatch):
     data = f"--data={run.parent / 'text.txt'}"
     (run.parent / "text.txt").write_text("To be, or not to be. " * 50)
     seen = []
-    monkeypatch.setattr(
-        "nanomdlm.support.run.ranks.check_equal",
-        lambda value, sentence: seen.append((value, sentence)),
-    )
+    monkeypatch.setattr(ranks, "check_alike", seen.append)
 
-    def compared(words, *flags):
+    def compared(word, *flags):
         seen.clear()
         assert run_mdlm(*flags) == 0
-        return {value for value, sentence in seen if words in sentence}
+        return {value for mine in seen for name, value in mine.items() if word in name}
 
     once = []
     for name in ("step-2", "step-4", "step-4"):
@@ -405,11 +376,11 @@ def test_ranks_compare_what_they_load(run, quick, tmp_path, monkeypatch):
             "--overwrite",
             f"--init_from={run / name}",
         ]
-        once.append(compared("different weights", *flags))
+        once.append(compared("--init_from", *flags))
     assert once[0] != once[1] == once[2] and len(once[1]) == 1
-    first = compared("different checkpoints", f"--out_dir={run}", "--resume")
-    again = compared("different checkpoints", f"--out_dir={run}", "--resume", "--max_steps=5")
-    assert first == again != compared("different checkpoints", f"--out_dir={run}", "--resume")
+    first = compared("/step-", f"--out_dir={run}", "--resume")
+    again = compared("/step-", f"--out_dir={run}", "--resume", "--max_steps=5")
+    assert first == again != compared("/step-", f"--out_dir={run}", "--resume")
 
 
 # --------------------------------------------------------------------------------------------------

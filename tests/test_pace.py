@@ -144,19 +144,14 @@ def test_evaluations_take_three_percent_of_the_work(max_steps, fewest, batch_siz
     assert scored <= 0.03 * 3 * max_steps * batch_size
 
 
-def test_given_interval_keeps_its_meaning():
-    it = clock.Clock(mdlm.Config(max_steps=40, batch_size=16, eval_interval=7), 0.0)
-    assert [step for step in range(1, 41) if it.must_evaluate(step)] == [7, 14, 21, 28, 35]
-
-
-@pytest.mark.parametrize("seconds, most", [(0.002, 11), (0.05, 4)])
+@pytest.mark.parametrize("seconds, most", [(0.008, 11), (0.2, 4)])
 def test_evaluations_keep_to_their_time(short_run, tmp_path, monkeypatch, seconds, most):
     """On the way each scores as many windows; on a slow machine there are fewer of them."""
     now = SimpleNamespace(now=0.0)
     features = mdlm.Model.features
 
     def slow_features(self, view):
-        now.now += (0.05 if torch.is_grad_enabled() else seconds) * len(view.ids)
+        now.now += (0.2 if torch.is_grad_enabled() else seconds) * len(view.ids)
         return features(self, view)
 
     monkeypatch.setattr(time, "monotonic", lambda: now.now)

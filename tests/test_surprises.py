@@ -184,15 +184,6 @@ def test_forged_log_is_refused(run, capsys):
 # Signals and ranks
 
 
-@pytest.mark.parametrize("env", [dict(RANK="x"), dict(WORLD_SIZE="2")])
-def test_ranks_of_a_cluster_get_one_sentence(capsys, monkeypatch, env):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert_one_sentence(train(capsys), *(f"{k}={v}" for k, v in env.items()))
-
-
 # --------------------------------------------------------------------------------------------------
 # Flags
 

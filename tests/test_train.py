@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import shlex
 import shutil
 import subprocess
@@ -402,17 +401,6 @@ def test_run_without_a_step_is_no_success(text_file, tmp_path, capsys, slow, sec
     assert "--time_limit=100" in said and f"{taken} s" in said
 
 
-@pytest.mark.slow
-def test_real_time_limit_is_kept(text_file, tmp_path):
-    out = tmp_path / "out"
-    flags = ["--max_steps=1000000", "--time_limit=20", f"--out_dir={out}"]
-    command = [sys.executable, str(ROOT / "mdlm.py"), f"--data={text_file}", *TINY, *flags]
-    began = time.monotonic()
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=60)
-    assert 8 < time.monotonic() - began < 30  # Python's own start and end are not in the 20
-    assert read_log(out)[-1]["seconds"] < 20
-
-
 def check_compiled_run(text_file, tmp_path, *more):
     flags = tiny_flags("--n_layer=3", "--max_steps=3", "--eval_windows=4", *more)
     flags = [f"--data={text_file}", *flags]
@@ -480,10 +468,6 @@ def test_existing_run_is_only_touched_on_request(run, capsys):
     before = snapshot(run)
     assert run_mdlm(*flags, "--max_steps=4") == 2
     assert "--resume" in capsys.readouterr().err
-    assert run_mdlm("--resume", f"--out_dir={run}", "--n_embd=64") == 2
-    assert "--n_embd=64" in capsys.readouterr().err
-    assert run_mdlm("--resume", f"--out_dir={run}", "--separator=x") == 2
-    assert "--separator=x" in capsys.readouterr().err
     assert run_mdlm(*flags, "--overwrite", "--data=missing") == 2
     assert snapshot(run) == before, "--overwrite removes nothing before the new run can start"
     assert run_mdlm("--resume", f"--out_dir={run}") == 0

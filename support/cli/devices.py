@@ -29,14 +29,14 @@ def pick_device(name):
 
     auto: the first of cuda, mps and cpu that exists
     """
-    # Number of devices of each kind.
-    available = {"cuda": torch.cuda.is_available() and torch.cuda.device_count()}
-    available |= {"mps": torch.backends.mps.is_available(), "cpu": 1}
+    # The driver may count devices that it cannot use: is_available() tries.
+    gpus = torch.cuda.is_available() and torch.cuda.device_count()
+    numbers = dict(cuda=gpus, mps=torch.backends.mps.is_available(), cpu=1)
     if name == "auto":
-        name = next(kind for kind in available if available[kind])
+        name = next(kind for kind, number in numbers.items() if number)
     with contextlib.suppress(RuntimeError):  # PyTorch does not know the name
         device = torch.device(name)
-        if device.type == "cpu" or (device.index or 0) < available.get(device.type, 0):
+        if (device.index or 0) < numbers.get(device.type, 0):
             return device
     name = shown(name)
     raise UserError(f"--device={name} is not on this machine; use cpu, cuda, cuda:N, mps or auto")
@@ -104,32 +104,19 @@ def flops_per_token(model):
     6 for each weight, and 12 C T for each layer with attention (C: width, T: context).
     """
     config = model.config
-    rows = positions_per_token(model) - config.infill_share  # its steps take whole texts
-    predicted = predicted_fraction(model)
+    text = torch.zeros(1, config.block_size, dtype=torch.int64)
+    # Positions that the network has for each token of text in training; the steps of infill_share
+    # take whole texts.
+    rows = model.objective.view(text).ids.numel() / text.numel() - config.infill_share
+    predicted = 1.0 if is_causal(model) else 0.5  # share of the tokens that reach the head
+    attending = len(model.layers)  # in a pretrained network, all of them
     body = rows * sum(p.numel() for p in model.layers.parameters())
     # The head and the last layer's MLP compute only the predicted positions.
     end = predicted * config.n_embd * model.vocab_size
     if not config.network:
         end -= 8 * config.n_embd**2 * (rows - predicted)
-    return 6 * (body + end) + 12 * attending(model) * config.n_embd * config.block_size
-
-
-def positions_per_token(model):
-    """Return how many positions the network has for a token of text in training."""
-    text = torch.zeros(1, model.config.block_size, dtype=torch.int64)
-    return model.objective.view(text).ids.numel() / text.numel()
-
-
-def predicted_fraction(model):
-    """Return the share of the tokens that reach the head in training, on average."""
-    return 1.0 if is_causal(model) else 0.5
-
-
-def attending(model):
-    """Return how many layers attend; in a pretrained network, all of them."""
-    if model.config.network:
-        return len(model.layers)
-    return sum(layer.qkv is not None for layer in model.layers)
+        attending = sum(layer.qkv is not None for layer in model.layers)
+    return 6 * (body + end) + 12 * attending * config.n_embd * config.block_size
 
 
 # ---- Copies to a device

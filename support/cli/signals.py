@@ -21,8 +21,8 @@ def is_main_thread():
 
 
 def stop(number, frame):
-    """Signal handler: raise KeyboardInterrupt for Ctrl-C, Stopped for other signals."""
-    raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
+    """Signal handler: raise Stopped."""
+    raise Stopped(number)
 
 
 # Signals that end a program, besides Ctrl-C. Windows has no SIGHUP.
@@ -57,8 +57,6 @@ def clean_end():
     signals keep ending the process at once: Python runs no handler while ranks wait for each other.
     """
     with handlers_kept() as before:
-        if before.get(signal.SIGINT) == signal.default_int_handler:
-            signal.signal(signal.SIGINT, stop)
         for number in ENDING:
             if before.get(number) == signal.SIG_DFL and "MASTER_PORT" not in os.environ:
                 signal.signal(number, stop)
@@ -90,9 +88,9 @@ class Interrupt:
     """Signal handler of a run: Ctrl-C, SIGTERM and SIGHUP request a stop after the current step, as
     do SIGUSR1 and SIGUSR2, which queues send before the end of a job.
 
-    `signal` is the number of the signal that arrived, or 0. A second Ctrl-C exits at once. SIGHUP
-    (the terminal was closed) is left alone where nohup ignores it. In a thread other than the main
-    one no handler can be installed: signals then end the program, or do what its handlers do.
+    `signal` is the number of the signal that arrived, or 0. A second Ctrl-C exits at once. What is
+    ignored, as SIGHUP (the terminal was closed) by nohup, stays ignored. In a thread other than the
+    main one no handler can be installed: signals then end the program, or do what its handlers do.
     """
 
     MESSAGE = b"\nstopping after this step; a second Ctrl-C exits at once, without saving\n"
@@ -102,12 +100,9 @@ class Interrupt:
         if not is_main_thread():
             return
         signal.signal(signal.SIGINT, self.ask)
-        signal.signal(signal.SIGTERM, self.ask)
-        for number in WARNING:
-            signal.signal(number, self.ask)
-        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-        if hangup and signal.getsignal(hangup) != signal.SIG_IGN:
-            signal.signal(hangup, self.ask)
+        for number in (*ENDING, *WARNING):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.ask)
 
     def ask(self, number, frame):
         """The handler: remember the signal, and tell the user."""

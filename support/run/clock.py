@@ -29,7 +29,7 @@ SAVE_EVERY = 600.0  # seconds between extra saves; longer if saving itself takes
 
 
 class Budget(NamedTuple):
-    """What an evaluation scores, and its deadline by time.monotonic()."""
+    """What an evaluation scores, and its deadlines by time.monotonic()."""
 
     windows: torch.Tensor  # (n, T)
     passes: int
@@ -47,14 +47,16 @@ class Clock:
 
     def __init__(self, config, start):
         self.config = config
+        self.limit = config.time_limit or math.inf  # in seconds
         self.start = start
         self.seconds = 0.0  # of the processes that this one resumes
         self.progress = 0.0  # from 0 to 1, by steps or by time
         self.tenth = None  # tenths of the run that were done at the step before
         self.signal = 0  # number of the signal that asked the run to stop, else 0
         self.interrupt = None
-        self.evaluating = torch.zeros(2, dtype=torch.float64)  # seconds: on the way; the last one
-        self.per_window = math.nan  # seconds to score a window once
+        self.paused = 0.0  # seconds of this process in evaluations and saves
+        self.evaluating = [0.0, 0.0]  # seconds of the evaluations on the way, and of the last one
+        self.per_window = 0.0  # seconds to score a window once
         self.ending = LAST_FRACTION * config.time_limit  # seconds of the last evaluation
         self.saving = 0.0  # seconds that the last save took
         self.saved = -1  # step of the last checkpoint
@@ -65,6 +67,10 @@ class Clock:
         """Seconds of the run, in all its processes."""
         return time.monotonic() - self.start + self.seconds
 
+    def training(self):
+        """Seconds of this process, without evaluations and saves."""
+        return time.monotonic() - self.start - self.paused
+
     # ---- Progress
     def goes_on(self, step):
         """Whether to make step number `step`: no signal came, and the run is not over.
@@ -73,27 +79,26 @@ class Clock:
         """
         if self.interrupt is None:  # installed late: before the first step Ctrl-C may simply exit
             self.interrupt = signals.Interrupt()
-        progress = step / self.config.max_steps
-        if limit := self.config.time_limit:
-            progress = max(progress, self.elapsed() / (limit - self.seconds_for_the_end()))
+        by_steps = step / self.config.max_steps
+        by_time = self.elapsed() / (self.limit - self.for_evaluation() - self.for_save())
         # Never go back: the time reserved for the end, and so this estimate, may grow.
-        progress = min(1.0, max(progress, self.progress))
+        progress = min(1.0, max(by_steps, by_time, self.progress))
         # Extra saves may take a twentieth of the time.
         unsaved = time.monotonic() - self.saved_at > max(SAVE_EVERY, 20 * self.saving)
-        values = torch.tensor([progress, self.interrupt.signal, unsaved, *self.evaluating])
-        self.progress, signal, unsaved, *spent = ranks.all_reduce(values, "MAX").tolist()
+        values = [progress, self.interrupt.signal, unsaved, *self.evaluating]
+        values = ranks.all_reduce(torch.tensor(values, dtype=torch.float64), "MAX").tolist()
+        self.progress, signal, unsaved, *self.evaluating = values
         self.signal = int(signal)
         self.must_save = bool(unsaved)
-        self.evaluating = torch.tensor(spent, dtype=torch.float64)
         return not self.signal and self.progress < 1
 
-    def seconds_for_the_end(self):
-        """Seconds of --time_limit reserved for the last evaluation and save.
+    def for_evaluation(self):
+        """Seconds reserved for the last evaluation; it scores fewer windows if it takes longer."""
+        return min(self.ending, LAST_FRACTION * self.limit)
 
-        If that is not enough, the last evaluation scores fewer windows.
-        """
-        limit = self.config.time_limit
-        return min(self.ending, LAST_FRACTION * limit) + min(self.saving + 2, 0.1 * limit)
+    def for_save(self):
+        """Seconds reserved for the last save."""
+        return min(self.saving + 2, 0.1 * self.limit)
 
     # ---- When to evaluate, and how much
     def must_evaluate(self, step):
@@ -110,43 +115,42 @@ class Clock:
         tenth = int(self.progress * EVALUATIONS)
         is_due = self.tenth is not None and tenth > self.tenth
         self.tenth = tenth
-        return is_due and self.evaluating.sum() <= TIME_FRACTION * self.progress * config.time_limit
+        return is_due and sum(self.evaluating) <= TIME_FRACTION * self.progress * self.limit
 
     @contextlib.contextmanager
     def evaluate(self, run, is_last):
         """Context manager: the Budget of an evaluation, whose time is measured. It runs eagerly."""
         if is_last and run.step == 0:
-            what = f"--time_limit={self.config.time_limit:g} is over before the first step"
             took = f"after {self.elapsed():.0f} s: nothing is trained; give more time"
-            raise SharedError(f"{what}, {took}")
+            raise SharedError(f"--time_limit={self.limit:g} is over before the first step, {took}")
         began = time.monotonic()
-        budget = self.budget(run, is_last)
-        # Eager: compile nothing for these shapes. A signal ends the last one, which may be long.
-        interrupt = self.interrupt if is_last else None
-        with torch.compiler.set_stance("force_eager"), ranks.stopped_by(interrupt):
-            yield budget
+        ranks.STOP = self.interrupt if is_last else None  # it may be long: a signal ends it
+        try:
+            with torch.compiler.set_stance("force_eager"):  # compile nothing for these shapes
+                yield self.budget(run, is_last)
+        finally:
+            ranks.STOP = None
         took = time.monotonic() - began
+        self.paused += took
         if not is_last and is_trained(run):
-            self.evaluating = torch.tensor([self.evaluating[0] + took, took], dtype=torch.float64)
+            self.evaluating = [self.evaluating[0] + took, took]
 
     def budget(self, run, is_last):
         """The Budget of the next evaluation."""
+        began = time.monotonic()
         windows = run.corpus.windows(self.config.eval_windows)
         W = len(windows)
         n, calls = (W, calls_of(run, PREVIEW_CALLS[2])) if is_last else self.size(run, W)
         if n < W:
             windows = windows[torch.arange(n) * W // n]  # evenly spread over the validation text
-        end = self.start - self.seconds + (self.config.time_limit or math.inf)  # of --time_limit
-        until = end - 2 - self.saving
+        until = self.start - self.seconds + self.limit - 2 - self.saving
         if not is_last:
-            until -= min(self.ending, LAST_FRACTION * self.config.time_limit)
-        scored_until = until
-        if is_last and self.config.time_limit:  # the preview is always shown at the end
-            preview = CALL_COST * calls * self.per_window
-            scored_until -= min(preview, LAST_FRACTION * self.config.time_limit / 2)
-            run.log.say(f"evaluating on {self.describe(n, until)}")
-        passes = 4 if is_last and not ranks.is_late(scored_until) else 1
-        return Budget(windows, passes, calls, time.monotonic(), scored_until, until)
+            until -= self.for_evaluation()
+            return Budget(windows, 1, calls, began, until, until)
+        run.log.say(f"evaluating on up to {n} windows of validation text")
+        preview = min(CALL_COST * calls * self.per_window, LAST_FRACTION / 2 * self.limit)
+        passes = 1 if ranks.is_late(until - preview) else 4
+        return Budget(windows, passes, calls, began, until - preview, until)
 
     def size(self, run, W):
         """How many of W windows an evaluation during the run scores, and the calls of its preview.
@@ -154,19 +158,16 @@ class Clock:
         The settings fix it, so that the scores of a run are comparable.
         """
         config = self.config
+        least, middle, most = (calls_of(run, calls) for calls in PREVIEW_CALLS)
         if not is_trained(run):  # untrained: every window scores about log V
             return min(MIN_WINDOWS, W), 0
-        least = calls_of(run, PREVIEW_CALLS[0])
         if config.time_limit:
-            return min(BATCHES * config.batch_size, W), max(least, calls_of(run, PREVIEW_CALLS[1]))
+            return min(BATCHES * config.batch_size, W), middle
         evaluations = (config.max_steps - 1) // interval(config) + bool(config.init_from)
         affordable = int(windows_of_work(config) / max(1, evaluations))
-        preview = CALL_COST * min(calls_of(run, PREVIEW_CALLS[2]), affordable // (2 * CALL_COST))
-        if preview < CALL_COST * least:
-            preview = 0
-        n = min(W, max(MIN_WINDOWS, (affordable - preview) // 2))
-        calls = max(0, min(calls_of(run, PREVIEW_CALLS[2]), (affordable - 2 * n) // CALL_COST))
-        return n, calls if calls >= least else 0
+        calls = min(most, affordable // (2 * CALL_COST))
+        calls = calls if calls >= least else 0
+        return min(W, max(MIN_WINDOWS, (affordable - CALL_COST * calls) // 2)), calls
 
     def preview_calls(self, run, budget, *results):
         """How many network calls the preview may make after an evaluation: the same on all ranks.
@@ -177,22 +178,11 @@ class Clock:
         self.per_window = max(1e-6, (time.monotonic() - budget.began) / scored)
         # The end of a run: four passes with the averaged weights, one with the raw weights, and the
         # preview. A quarter is added because a machine's speed varies.
-        W = run.eval_windows
-        self.ending = 1.25 * (5 * W + CALL_COST * calls_of(run, PREVIEW_CALLS[2])) * self.per_window
-        if not self.config.time_limit:
-            return budget.calls
+        least, _, most = (calls_of(run, calls) for calls in PREVIEW_CALLS)
+        self.ending = 1.25 * (5 * run.eval_windows + CALL_COST * most) * self.per_window
         left = max(0.0, budget.until - time.monotonic()) / (CALL_COST * self.per_window)
-        calls = min(budget.calls, int(ranks.all_reduce(torch.tensor(left), "MIN").item()))
-        return calls if calls >= calls_of(run, PREVIEW_CALLS[0]) else 0
-
-    def describe(self, n, until):
-        """The last evaluation in words: the number of windows, and the seconds it takes."""
-        left = max(0.0, until - time.monotonic())
-        text = f"{n} windows of validation text"
-        if self.ending > left + 1:
-            text = f"up to {text}"
-        seconds = min(self.ending, left)
-        return text + (f", about {seconds:.0f} s" if seconds >= 2 else "")
+        calls = int(ranks.all_reduce(torch.tensor(min(left, float(budget.calls))), "MIN"))
+        return calls if calls >= least else 0
 
     # ---- Saves
     @contextlib.contextmanager
@@ -203,11 +193,13 @@ class Clock:
         self.saved = step
         self.saved_at = time.monotonic()
         self.saving = self.saved_at - began
+        self.paused += self.saving
 
     def resume(self, state):
         """Continue from the state of a checkpoint."""
-        for name in ("seconds", "ending", "saving"):
-            setattr(self, name, state[name])
+        self.seconds = state["seconds"]
+        self.ending = state["ending"]
+        self.saving = state["saving"]
         self.saved = state["step"]
 
 

@@ -40,18 +40,18 @@ def should_compile(run, able, seconds=0.0):
         return config.compile == "on"
     if run.device.type == "cuda":
         return True
-    left = config.time_limit - seconds if config.time_limit else math.inf
+    left = (config.time_limit or math.inf) - seconds
     tokens = (config.max_steps - run.step) * config.batch_size * config.block_size
     return min(left, tokens * flops_per_token(run.model) / SPEED) >= LONG
 
 
 # ---- What is compiled
-def prepare_engine(run, in_background=True):
+def prepare_engine(run):
     """Compile the network of a run if that pays off; returns whether its next call compiles it in
     this process, which takes a while."""
     compiled = should_compile(run, can_compile(run.device), run.clock.seconds)
     run.log.describe(run, compiled)
-    begins = compile_network(run, compiled, in_background)
+    begins = compile_network(run, compiled, in_background=True)
     if begins:
         run.log.say(f"compiling, {TAKES} (--compile=off starts at once)")
     return begins
@@ -74,20 +74,20 @@ def compile_network(run, compiled, in_background=False):
     # What "auto" has become, for the log and the checkpoint.
     config.compile = "on" if compiled else "off"
     config.dtype = str(engine.dtype).removeprefix("torch.")
-    # A second process imports the main program. That must be mdlm.py, not a Python caller's script.
-    is_program = type(run.model).__module__ == "__main__"
-    can_spawn = engine.world == 1 and not config.shard and is_program
     if config.recompute:
         for layer in run.model.layers:
             layer.forward = functools.partial(recomputed, layer.forward, use_reentrant=False)
-    if compiled and (run.device.type == "cpu" or config.shard):
-        if in_background and config.time_limit and can_spawn:
-            run.log.say(f"compiling in a second process, {TAKES}; training begins without it")
-            engine.compiler = start_compiler(run)
-            return False
+    on_cpu = run.device.type == "cpu"
+    # A second process imports the main program. That must be mdlm.py, not a Python caller's script.
+    is_program = type(run.model).__module__ == "__main__"
+    is_alone = on_cpu and engine.world == 1 and not config.shard
+    if compiled and in_background and config.time_limit and is_alone and is_program:
+        run.log.say(f"compiling in a second process, {TAKES}; training begins without it")
+        engine.compiler = start_compiler(run)
+        return False
+    # What is around the layers of a pretrained network is not made to be compiled.
+    if compiled and (on_cpu or config.shard or config.network):
         compile_layers(run.model.layers)
-    elif compiled and config.network:
-        compile_layers(run.model.layers)  # what is around them is not made to be compiled
     elif compiled:
         engine.network = torch.compile(run.model)
         # The following are compiled too: eager, they launch a kernel for each parameter.
@@ -95,10 +95,10 @@ def compile_network(run, compiled, in_background=False):
         engine.scale_gradients = torch.compile(scale_gradients)
         if config.optimizer == "muon":
             run.optimizers[0].compile()
-    if engine.world > 1 and not config.shard:
-        engine.network = torch.nn.parallel.DistributedDataParallel(engine.network)
-        engine.network.broadcast_buffers = False  # in each step: they are equal tables
     if engine.world > 1:
+        if not config.shard:
+            engine.network = torch.nn.parallel.DistributedDataParallel(engine.network)
+            engine.network.broadcast_buffers = False  # in each step: they are equal tables
         engine.exchange = shards.exchanger(engine.network)
     if run.device.type == "cuda" and graphs.can_record(run, compiled):
         engine.call = graphs.Recorder(last=update).call

@@ -21,12 +21,20 @@ claimed = contextlib.ExitStack()  # undoes what this process did to claim a fold
 
 
 def find_to_resume(given):
-    """The checkpoint that the given flags continue; None: they begin a new run."""
+    """The checkpoint that the given flags continue; None: they begin a new run.
+
+    UserError if that would meet another run in its folder.
+    """
     out = Path(given.get("out_dir", "out"))
     resume = given.get("resume")
-    if resume and given.get("overwrite"):
+    overwrite = given.get("overwrite")
+    if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other; give one of them")
-    if not resume or resume == "auto" and not checkpoint.checkpoints(out):
+    found = checkpoint.checkpoints(out)
+    if not resume and not overwrite and found and is_run(out):
+        fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
+        raise UserError(f"--out_dir={out} already holds a run; {fix}")
+    if not resume or resume == "auto" and not found:
         return None
     if read_latest(out) == OVERWRITING:
         before = f"remove {out}/latest to go on with the run before, if it had the same data"
@@ -35,36 +43,26 @@ def find_to_resume(given):
     return checkpoint.find_checkpoint(out)
 
 
-def check_unused(given):
-    """Raise UserError if a new run would meet another one in its folder."""
-    out = Path(given.get("out_dir", "out"))
-    if is_run(out) and checkpoint.checkpoints(out) and not given.get("overwrite"):
-        fix = "give --resume to continue it, --overwrite to replace it, or another --out_dir"
-        raise UserError(f"--out_dir={out} already holds a run; {fix}")
-
-
 def check_place(config, resumed_from):
     """Raise UserError if a run would change what it reads, or a file of the user."""
     out = Path(config.out_dir)
     fix = "give another --out_dir"
-    is_ours = is_run(out) or resumed_from not in (None, out)  # an older run has no marker
-    why = "" if is_ours else outputs.why_not(out / "a run")
-    if why:
-        raise UserError(f"--out_dir={out} {why}; {fix}")
-    taken = [] if is_ours else [p for p in out.glob("*") if is_written(p.name)]
+    taken = []
+    if not is_run(out) and resumed_from in (None, out):  # an older run has no marker
+        if why := outputs.why_not(out / "a run"):
+            raise UserError(f"--out_dir={out} {why}; {fix}")
+        taken = [p for p in out.glob("*") if is_written(p.name) and p.name != "data"]
     is_kept = resumed_from and (out / "data" / "meta.json").exists()
-    if is_kept or sources.is_ids(config.data):  # no data are prepared
-        taken = [p for p in taken if p.name != "data"]
-    elif os.path.lexists(out / "data") and not is_prepared(out / "data"):
-        taken = [out / "data"]
-    for path in taken:
-        what = f"{path} was not written by mdlm, and a run would replace it"
+    is_made = not is_kept and not sources.is_ids(config.data)  # out/data, from a text
+    if is_made and os.path.lexists(out / "data") and not is_prepared(out / "data"):
+        taken.append(out / "data")
+    if taken:
+        what = f"{taken[0]} was not written by mdlm, and a run would replace it"
         raise UserError(f"{what}; move it away, or {fix}")
     data = Path(os.path.realpath(config.data))
     root = Path(os.path.realpath(out))
     inside = any(p.parent == root and is_written(p.name) for p in (data, *data.parents))
-    is_text = not sources.is_ids(config.data) and config.data not in sources.BUILT_IN
-    if is_text and (inside or data == root):
+    if is_made and config.data not in sources.BUILT_IN and (inside or data == root):
         raise UserError(f"--out_dir={out} would change --data={config.data}; {fix}")
 
 
@@ -82,18 +80,11 @@ def is_prepared(folder):
     return False
 
 
-def claim(config, resumed_from):
+def lock(out):
     """Make, mark and lock the folder of a run, until release().
 
-    UserError if another process trains there, or if what is there is not a run's own.
-    resumed_from: the run's checkpoint, or None for a new run
+    UserError if it cannot be written, or if another process trains there.
     """
-    check_place(config, resumed_from)
-    lock(Path(config.out_dir))
-
-
-def lock(out):
-    """Make, mark and lock a folder; UserError if it cannot be written, or is locked."""
     release()
     with files.writing(out):
         for folder in (*reversed(out.parents), out):
@@ -159,10 +150,3 @@ def mark_overwriting(out_dir):
         latest = Path(out_dir) / "latest"
         with files.writing(latest):
             files.write_atomically(latest, OVERWRITING.encode())
-
-
-def data_folder(config):
-    """The folder of a run's ids: --data itself, or the data prepared from it in out_dir."""
-    if sources.is_ids(config.data):
-        return Path(config.data)
-    return Path(config.out_dir) / "data"

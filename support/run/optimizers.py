@@ -11,11 +11,11 @@ from nanomdlm.support.cli.devices import is_async
 from nanomdlm.support.run.muon import Muon
 
 
-def make_optimizers(model, config, device, has_kernels=False):
+def make_optimizers(model, config, device):
     """Return a list of optimizers that together update all parameters.
 
     With --optimizer=muon: Muon for the matrices of the layers, AdamW for everything else.
-    Otherwise AdamW alone. has_kernels: whether Triton kernels may compute Muon's products.
+    Otherwise AdamW alone.
     """
     matrices = []
     others = []
@@ -37,7 +37,7 @@ def make_optimizers(model, config, device, has_kernels=False):
     optimizers = [adamw]
     if matrices:
         rates = (config.muon_lr, config.weight_decay)
-        optimizers = [Muon(matrices, *rates, rows=rows, has_kernels=has_kernels), adamw]
+        optimizers = [Muon(matrices, *rates, rows=rows), adamw]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], device=device if is_async(device) else "cpu")

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import itertools
-import json
 import math
 import unicodedata
 from pathlib import Path
@@ -14,6 +13,7 @@ from nanomdlm.support.cli.files import read_json, read_small
 from nanomdlm.support.cli.outputs import write
 from nanomdlm.support.cli.terminal import escaped, warn
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.run.log import read_lines
 
 # Colors that color-blind readers can distinguish (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
@@ -65,12 +65,10 @@ def try_to_draw(plot, path):
 
 
 def save(draw, folder, verbose, asked=True):
-    """Draw pictures into a folder.
+    """Draw pictures into a folder: draw is a dict of file name -> function of a path.
 
-    draw: dict of file name -> function of a path
-    folder: None or "none" draws nothing
-    verbose: whether to print the names of the pictures
-    asked: whether the user gave the folder; otherwise missing matplotlib is only a warning
+    folder: None or "none" draws nothing. verbose: whether to print the names of the pictures.
+    asked: whether the user gave the folder; otherwise missing matplotlib is only a warning.
 
     Raises UserError if matplotlib is missing or a picture could not be drawn.
     """
@@ -136,10 +134,8 @@ def read_log(out_dir):
     path = Path(out_dir) / "log.jsonl"
     records = []
     with contextlib.suppress(OSError, ValueError):
-        for line in read_small(path).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):  # a line that a crash cut off
-                records.append(json.loads(line))
-    if not records or not all(isinstance(r, dict) and "step" in r for r in records):
+        records = [record for _, record in read_lines(read_small(path).encode())]
+    if not records:
         raise UserError(f"{path} is not the log of a run; give the folder of a run of mdlm.py")
     return records
 
@@ -166,10 +162,10 @@ def where_rates_open(log):
     From there on a training loss may rise, as texts of few or of nearly all masks are harder.
     """
     records = [r for r in log if r.get("rate_margin") is not None]
-    widest = max((r["rate_margin"] for r in records), default=0)
-    if not records or records[-1]["rate_margin"] == widest:
-        return None
-    return next(r for r, after in itertools.pairwise(records) if after["rate_margin"] < widest)
+    for record, after in itertools.pairwise(records):
+        if after["rate_margin"] < record["rate_margin"]:
+            return record
+    return None
 
 
 def draw_losses(ax, x, log, color, label):
@@ -181,23 +177,18 @@ def draw_losses(ax, x, log, color, label):
     ax.plot(xs, losses, lw=0.5, alpha=0.25, color=color)
     means, middles = smooth(losses)
     ax.plot([xs[k] for k in middles], means, lw=1.2, alpha=0.7, color=color)
-    opens = where_rates_open(log)
-    if opens:
-        ax.axvline(opens[x], color=color, lw=1.2, ls="--", alpha=0.7)
-        place = dict(rotation=90, va="top", ha="right", transform=ax.get_xaxis_transform())
-        ax.text(opens[x], 0.98, "more mask rates", color=color, fontsize=7, **place)
+    if opens := where_rates_open(log):
+        words = "from here on few and many masks too (--rate_margin): training loss may rise"
+        ax.axvline(opens[x], color=color, lw=1.2, ls="--", alpha=0.7, label=words)
     key, val = validations(log)
+    trained = [r for r in val if r["step"]]  # no line comes from the untrained model
     if val:
         label += f": {key[4:].upper()} {val[-1][key]:.3f}"
-    # The untrained model's evaluation has no line to the next one: nothing was measured between.
-    for records in ([r for r in val if not r["step"]], [r for r in val if r["step"]]):
-        values = [r[key] for r in records]
-        error = [2 * (r[f"{key}_se"] or 0) for r in records]  # about 95 % confidence
-        style = dict(fmt="o-", ms=4, lw=1.6, capsize=2, color=color)
-        shown = label if records else None
-        ax.errorbar([r[x] for r in records], values, error, **style, label=shown)
-        label = None if records else label
-    return means[len(means) // 25 :] + [r[key] for r in val if r["step"]]
+    error = [2 * (r[f"{key}_se"] or 0) for r in val]  # about 95 % confidence
+    style = dict(fmt="o", ms=4, capsize=2, color=color, label=label)
+    ax.errorbar([r[x] for r in val], [r[key] for r in val], error, **style)
+    ax.plot([r[x] for r in trained], [r[key] for r in trained], lw=1.6, color=color)
+    return means[len(means) // 25 :] + [r[key] for r in trained]
 
 
 def plot_losses(path, out_dirs=(), names=()):
@@ -214,7 +205,7 @@ def plot_losses(path, out_dirs=(), names=()):
     entropy = None
     with contextlib.suppress(UserError):  # of synthetic patterns
         entropy = read_json(Path(out_dirs[0]) / "data" / "meta.json", "data").get("entropy")
-    shown = []
+    shown = [entropy] if entropy else []
     for x, ax in zip(("step", "seconds"), axes[0]):
         for name, log, color in zip(names or out_dirs, logs, itertools.cycle(COLORS)):
             label = escaped(str(name)).replace("$", r"\$")  # matplotlib: $ begins a formula
@@ -223,15 +214,12 @@ def plot_losses(path, out_dirs=(), names=()):
             ax.axhline(entropy, color=GRAY, lw=1, ls=":", label=f"entropy {entropy:.3f}")
         ax.set_xlabel(x)
     if shown:
-        low = min([*shown, entropy or math.inf])
-        margin = max(0.05 * (max(shown) - low), 0.01)
-        axes[0, 0].set_ylim(low - margin, max(shown) + margin)
+        margin = max(0.05 * (max(shown) - min(shown)), 0.01)
+        axes[0, 0].set_ylim(min(shown) - margin, max(shown) + margin)
     axes[0, 0].set_ylabel("nats per token (pale: training batches)")
     handles, words = axes[0, 0].get_legend_handles_labels()
-    if any(map(where_rates_open, logs)):
-        handles += axes[0, 0].plot([], [], color=GRAY, lw=1.2, ls="--")
-        words.append("from here on few and many masks too (--rate_margin): training loss may rise")
-    fig.legend(handles, words, frameon=False, fontsize=9, loc="outside upper left")
+    legend = dict(zip(words, handles))  # each of the words once
+    fig.legend(legend.values(), legend, frameon=False, fontsize=9, loc="outside upper left")
     write_figure(fig, path)
 
 

@@ -1,10 +1,7 @@
 """Ranks of torchrun: how they connect, check that all were started alike, and share errors."""
 
 import atexit
-import contextlib
 import hashlib
-import itertools
-import json
 import math
 import os
 import time
@@ -16,30 +13,13 @@ from torch import distributed
 
 from nanomdlm.support.cli.terminal import is_first_rank
 from nanomdlm.support.errors import RankError, SharedError, UserError
-from nanomdlm.support.numerics import seed
 
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 CONTROL = None  # process group for control messages; gloo, so that they never wait for a GPU
 STORE = None  # the key-value store through which the ranks connected
+STOP = None  # a signals.Interrupt: a signal to any rank then makes is_late true on all ranks
 
 
 # ---- Starting and leaving
-def read_ranks():
-    """Return (rank, number of ranks, rank on this machine) from the environment.
-
-    Raises RankError if the variables of torchrun are incomplete or contradict each other.
-    """
-    variables = {name: os.environ[name] for name in RANKS if name in os.environ}
-    if not variables:
-        return 0, 1, 0
-    numbers = [int(variables[name]) for name in RANKS[:3] if variables.get(name, "").isdecimal()]
-    if len(variables) == len(RANKS) and len(numbers) == 3 and numbers[0] < numbers[1]:
-        return tuple(numbers)
-    shown = " ".join(f"{name}={value}" for name, value in variables.items())
-    fix = "start with torchrun, which sets all five, or unset them"
-    raise RankError(f"the environment says {shown}, of {', '.join(RANKS)}; {fix}")
-
-
 CONNECT_LIMIT = timedelta(minutes=5)  # within which all ranks must start
 ROOT = Path(__file__).parents[2]
 
@@ -47,16 +27,19 @@ ROOT = Path(__file__).parents[2]
 def join_ranks(given):
     """Connect the ranks under torchrun; return (rank, number of ranks, rank on this machine).
 
-    given: the flags of the command line, a dict. Raises UserError on all ranks if they do not
-    connect or were not started alike.
+    given: the flags of the command line, a dict. Raises UserError on all ranks if they were not
+    started alike.
     """
-    rank, world, local_rank = read_ranks()
+    if "RANK" not in os.environ:
+        return 0, 1, 0
+    rank, world, local_rank = (int(os.environ[x]) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if world > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        connect(rank, world, given)
+        connect(rank, world)
+        check_alike(start_settings(given))
     return rank, world, local_rank
 
 
-def connect(rank, world, given):
+def connect(rank, world):
     """Make the process group of the ranks."""
     global CONTROL, STORE
     # torchrun restarts failed ranks and keeps one store for all attempts. Without a prefix the
@@ -66,86 +49,27 @@ def connect(rank, world, given):
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
         attempt = "any"
-    where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
-    fix = "check that address, and that all ranks run"
-    try:
-        store = next(distributed.rendezvous("env://", timeout=CONNECT_LIMIT))[0]
-    except (RuntimeError, ValueError) as e:
-        raise UserError(f"the ranks cannot connect at {where} ({e}); {fix}") from None
+    store = next(distributed.rendezvous("env://", timeout=CONNECT_LIMIT))[0]
     STORE = distributed.PrefixStore(attempt, store)
-    try:
-        if world > 1:
-            check_alike(STORE, rank, world, given)
-    except RuntimeError as e:  # no answer within CONNECT_LIMIT
-        why = str(e).splitlines()[0]
-        raise RankError(f"not all ranks have connected at {where} ({why}); {fix}") from None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     distributed.init_process_group(backend, store=STORE, rank=rank, world_size=world)
     # Long enough for the first rank to prepare data or to join the files of a checkpoint.
-    patience = timedelta(hours=12)
-    CONTROL = distributed.new_group(backend="gloo", timeout=patience)
+    CONTROL = distributed.new_group(backend="gloo", timeout=timedelta(hours=12))
     # Without this, threads of the group abort a process that exits with an error.
     atexit.register(distributed.destroy_process_group)
 
 
-def start_settings(world, given):
-    """Return what must be the same on all ranks, as {name: text}: flags, versions, the source.
+def start_settings(given):
+    """Return what must be the same on all ranks, as {name: value}: flags, versions, the source.
 
     --device is not included: each rank may have its own.
     """
     started = {f"--{name}": str(value) for name, value in given.items() if name != "device"}
     digest = hashlib.sha256()
     folders = [ROOT.glob(f"{name}/**/*.py") for name in ("support", "variants", "kernels")]
-    for path in sorted([ROOT / "mdlm.py", *itertools.chain(*folders)]):
+    for path in sorted([ROOT / "mdlm.py", *(path for folder in folders for path in folder)]):
         digest.update(path.read_bytes())
-    started |= {"WORLD_SIZE": str(world), "torch": torch.__version__}
-    return started | {"the program (checksum)": digest.hexdigest()[:12]}
-
-
-def difference(first, rank, theirs):
-    """Return a sentence on the first difference between a rank and the first rank; "" if none.
-
-    first, theirs: start_settings of the first rank and of rank `rank`
-    """
-    for name in sorted(first.keys() | theirs.keys()):
-        expected = first.get(name, "none")
-        actual = theirs.get(name, "none")
-        if expected != actual:
-            why = f"rank {rank} has {name} {actual}, the first rank {expected}"
-            return f"the ranks were not started alike: {why}; start all with the same flags"
-    return ""
-
-
-def check_alike(store, rank, world, given):
-    """Raise RankError on every rank if one was started with different flags or another program.
-
-    Such ranks would do different things and wait for each other for hours.
-
-    The first rank compares all ranks that it knows. Each other rank also compares itself, because
-    with a different WORLD_SIZE the first one may not know of it.
-    """
-    mine = start_settings(world, given)
-    store.set(f"started {rank}", json.dumps(mine))
-    if rank:
-        store.wait(["started 0"], CONNECT_LIMIT)
-        problem = difference(json.loads(store.get("started 0")), rank, mine)
-        if not problem:
-            store.wait(["verdict"], CONNECT_LIMIT)
-            problem = store.get("verdict").decode()
-        store.set(f"read {rank}", "")
-    else:
-        others = range(1, world)
-        store.wait([f"started {other}" for other in others], CONNECT_LIMIT)
-        problem = ""
-        for other in others:
-            theirs = json.loads(store.get(f"started {other}"))
-            problem = problem or difference(mine, other, theirs)
-        store.set("verdict", problem)
-        if problem:  # the store ends with this process: give the others time to read it
-            with contextlib.suppress(RuntimeError):
-                store.wait([f"read {other}" for other in others], timedelta(seconds=10))
-    if problem:
-        raise RankError(problem)
+    return started | {"torch": torch.__version__, "program's checksum": digest.hexdigest()[:12]}
 
 
 def leave_ranks():
@@ -186,7 +110,7 @@ def all_reduce(values, operation="SUM"):
 
 
 def is_late(deadline):
-    """Whether any rank is past a deadline (time.monotonic()) or got a signal inside stopped_by.
+    """Whether any rank is past a deadline (time.monotonic()), or STOP got a signal there.
 
     All ranks must call this, and all get the same answer.
     """
@@ -195,25 +119,20 @@ def is_late(deadline):
 
 
 def was_stopped():
-    """Whether any rank got a signal inside stopped_by."""
+    """Whether STOP got a signal on any rank."""
     return is_late(math.inf)
 
 
-STOP = None  # the Interrupt of stopped_by
-
-
-@contextlib.contextmanager
-def stopped_by(interrupt):
-    """Context manager: a signal to any rank makes is_late true on all ranks."""
-    global STOP
-    STOP = interrupt
-    try:
-        yield
-    finally:
-        STOP = None
-
-
 # ---- Errors of one rank, raised on all
+def gather(value):
+    """Return the values of all ranks, in a list."""
+    values = [value]
+    if CONTROL:
+        values = [None] * distributed.get_world_size()
+        distributed.all_gather_object(values, value, CONTROL)
+    return values
+
+
 def together(do):
     """Call do() on each rank and return its result; a UserError of one is raised on all ranks.
 
@@ -227,8 +146,15 @@ def together(do):
         result = do()
     except UserError as e:
         error = e
-    raise_together(error)
-    return result
+    messages = gather(error and str(error))
+    failed = next((rank for rank, message in enumerate(messages) if message is not None), None)
+    if failed is None:
+        return result
+    if error and (is_first_rank() or isinstance(error, RankError)):
+        raise error
+    if error and failed:
+        raise RankError(str(error)) from error
+    raise SharedError(f"rank {failed}: {messages[failed]}" if failed else messages[failed])
 
 
 def first(do):
@@ -239,32 +165,16 @@ def first(do):
     return result[0]
 
 
-def raise_together(error):
-    """Raise the UserError of any rank on all ranks; return if no rank has one.
+def check_alike(mine):
+    """Raise RankError on all ranks if one differs from the first: such ranks would hang.
 
-    error: this rank's error, or None
+    mine: what must be the same on all of them, {name: value}
     """
-    rank = distributed.get_rank()
-    world = distributed.get_world_size()
-    failed = int(all_reduce(torch.tensor(rank if error else world), "MIN"))
-    if failed == world:
-        return
-    message = [str(error)]
-    distributed.broadcast_object_list(message, failed, CONTROL)
-    if error and (rank == 0 or isinstance(error, RankError)):
-        raise error
-    if error and failed:
-        raise RankError(str(error)) from error
-    raise SharedError(f"rank {failed}: {message[0]}" if failed else message[0])
-
-
-def check_equal(value, sentence):
-    """Raise SharedError with this sentence on all ranks unless they all have the same `value`."""
-    if not CONTROL:
-        return
-    # float64 holds integers below 2^53 exactly.
-    mine = torch.tensor(float(seed(value) % (1 << 40)), dtype=torch.float64)
-    low = all_reduce(mine.clone(), "MIN")
-    high = all_reduce(mine.clone(), "MAX")
-    if low != high:
-        raise SharedError(sentence)
+    everyone = gather(mine)
+    names = sorted({name for theirs in everyone for name in theirs})
+    for rank, theirs in enumerate(everyone):
+        for name in names:
+            here, there = everyone[0].get(name, "none"), theirs.get(name, "none")
+            if there != here:
+                fix = "start all with the same flags, and with folders that all share"
+                raise RankError(f"rank {rank} has {name} {there}, the first rank {here}; {fix}")

@@ -14,11 +14,12 @@ import json
 import math
 import sys
 import threading
+from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_safetensors
 
-from nanomdlm.support.cli import devices, files, networks, out_of_memory
+from nanomdlm.support.cli import devices, environment, files, networks, out_of_memory
 from nanomdlm.support.cli.signals import handlers_kept, signals_wait
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.data import sources, windows
@@ -37,7 +38,7 @@ from nanomdlm.support.run import config as settings_of_run
 from nanomdlm.support.run import folder as run_folder
 from nanomdlm.support.run.advice import advice, advice_on_memory
 from nanomdlm.support.run.clock import Clock
-from nanomdlm.support.run.log import Log
+from nanomdlm.support.run.log import Log, read_lines
 
 CALIBRATION_WINDOWS = 32  # four masks of each
 TRAINING = threading.Lock()  # held by the run: the state of the process belongs to it
@@ -47,8 +48,7 @@ TRAINING = threading.Lock()  # held by the run: the state of the process belongs
 def open_session(Config, given, start):
     """Context manager: the Session of a run with the given flags.
 
-    At its end, the run's folder is unlocked, and removed if it is empty. An out-of-memory error
-    becomes a UserError that names flags which need less.
+    At its end, the run's folder is unlocked, and removed if it is empty.
 
     Config: the dataclass of the settings. given: the flags, a dict of them. start:
     time.monotonic() when the process began
@@ -57,51 +57,39 @@ def open_session(Config, given, start):
         rank, world, local_rank = ranks.join_ranks(given)
         config, resumed_from, changed = ranks.first(lambda: find(Config, given, world))
         config.device = given.get("device", config.device)  # each rank may have its own
-        if config.shard:
-            ranks.together(lambda: shards.check(config.shard, world))
         machine = ranks.together(lambda: use_machine(config, rank, local_rank, world))
         session = Session(config, resumed_from, changed, machine, start)
         with memory_explained(session):
             yield session
         if session.log.tracker:
             session.log.tracker.close()
-        if ranks.CONTROL:
-            ranks.leave_ranks()
+        ranks.leave_ranks()
 
 
 def find(Config, given, world):
     """Find or claim the folder of a run: (Config, checkpoint to resume from or None, changes)."""
     resumed_from = run_folder.find_to_resume(given)
     if given.get("resume") == "auto":
-        given = given | {"resume": bool(resumed_from)}
+        given = given | dict(resume=bool(resumed_from))
     if resumed_from:
-        old = settings_of_run.read(Config, resumed_from)
-        config, changed = settings_of_run.resumed(old, given, resumed_from)
-        check(config, given, old, world)
+        before = settings_of_run.read(Config, resumed_from)
+        config, changed = settings_of_run.resumed(before, given, resumed_from)
     else:
-        config, changed = new_run(Config, given, world), {}
-        if "data" not in given:  # wrong flags are refused before anything is downloaded
-            data = sources.default_data()
-            if data != config.data:
-                config = new_run(Config, given | {"data": data}, world)
-    run_folder.claim(config, resumed_from)
-    return config, resumed_from, changed
-
-
-def new_run(Config, given, world):
-    """The Config of a new run, checked."""
-    config = settings_of_run.new(Config, given)
-    settings_of_run.check_source(config, given)
-    check(config, given, Config, world)
-    run_folder.check_unused(given)
-    return config
-
-
-def check(config, given, before, world):
+        before = Config
+        changed = {}
+        if "data" not in given:
+            given = given | dict(data=sources.default_data())
+        config = settings_of_run.new(Config, given)
+        settings_of_run.check_source(config, given)
     config.check(world)
     settings_of_run.check_idle(config, given, before)
+    if config.shard:
+        shards.check(config.shard, world)
     if config.tracker != "none":
         trackers.check(config)
+    run_folder.check_place(config, resumed_from)
+    run_folder.lock(Path(config.out_dir))
+    return config, resumed_from, changed
 
 
 def use_machine(config, rank, local_rank, world):
@@ -161,45 +149,42 @@ class Session:
         """
         config = self.config
         self.log.say("reading the data")
-        ranks.first(lambda: self.prepare(network, source))
-        ids = ranks.together(lambda: self.proved(run_folder.data_folder(config), network))
-        where = f"the ranks see different data in {run_folder.data_folder(config)}"
-        identity = sorted(ids.identity.items())
-        ranks.check_equal(identity, f"{where}; give a folder that all share")
-        if config.calibration_share:
-            share = config.calibration_share
-            ids, self.held = ranks.together(
-                lambda: sources.hold_back(ids, share, config.block_size)
-            )
+        is_prepared = sources.is_ids(config.data)
+        folder = Path(config.data) if is_prepared else Path(config.out_dir) / "data"
+        ranks.first(lambda: self.prepare(folder, network, source))
+        ids = ranks.together(lambda: self.proved(folder, network))
+        ranks.check_alike({f"{folder}'s {name}": value for name, value in ids.identity.items()})
+        if share := config.calibration_share:
+            held_back = ranks.together(lambda: sources.hold_back(ids, share, config.block_size))
+            ids, self.held = held_back
         return ids
 
-    def prepare(self, network, source):
-        """Tokenize config.data, unless that is done."""
+    def prepare(self, folder, network, source):
+        """Tokenize config.data into a folder, unless that is done."""
         config = self.config
-        data = run_folder.data_folder(config)
         if sources.is_ids(config.data):
             return
-        if self.resumed_from and (data / "meta.json").exists():
-            if sources.has_changed(config.data, data):
+        if self.resumed_from and (folder / "meta.json").exists():
+            if sources.has_changed(config.data, folder):
                 warn(f"--data={config.data} has changed; the run continues with the prepared copy")
             return
-        with files.replacing(data) as new:
+        with files.replacing(folder) as new:
             prepare(config, new, source and source[1], network)
             ids = self.proved(new, network)
             if ids.tokenizer.end_id is not None:
                 windows.cut_windows(ids.arrays[0], config, ids.tokenizer.end_id)
             del ids  # it maps files that are renamed now
 
-    def proved(self, data, network):
+    def proved(self, folder, network):
         """The Ids in a folder; UserError unless these are what the checkpoint learned."""
         config = self.config
-        ids = sources.of_config(data, config)
+        ids = sources.of_config(folder, config)
         if network:
             network.fit_data(ids)
         state = checkpoint.read_state(self.resumed_from) if self.resumed_from else {}
         if any(state.get(name, value) != value for name, value in ids.identity.items()):
             fix = "restore it, or start again with --overwrite"
-            what = f"{data} is not what {self.resumed_from} learned"
+            what = f"{folder} is not what {self.resumed_from} learned"
             raise UserError(f"--data={config.data}: {what}; {fix}")
         return ids
 
@@ -213,44 +198,47 @@ class Session:
         run.clock.saving = 20 * weights / 2e8  # a guess until one is measured: 200 MB/s
         if source:
             start_from(run, source)
-        if self.resumed_from:
-            self.log.say(f"resuming from {self.resumed_from}, on the same data")
-            has_ended = restore(run, self.resumed_from, self.changed)
+        if folder := self.resumed_from:
+            self.log.say(f"resuming from {folder}, on the same data")
+            ranks.check_alike({f"{folder}'s sha256": files.sha256_of(folder / "manifest.json")})
+            has_ended = restore(run, folder, self.changed)
             self.ended_at = run.step if has_ended else -1
-        manifest = self.resumed_from and (self.resumed_from / "manifest.json").read_bytes()
-        where = f"the ranks see different checkpoints in {self.resumed_from}"
-        ranks.check_equal(manifest, f"{where}; give an --out_dir that all share")
-        last = run.step if self.resumed_from else -1
-        ranks.first(lambda: self.begin_folder(last))
-        if run.config.tracker == "wandb":  # what --resume needs to go on with the same run of it
-            run.log.record(run, dict(wandb=run.log.tracker.id))
+        tracked = ranks.first(lambda: self.begin_folder(run.step))
+        if tracked:  # --resume goes on with the same run of wandb
+            run.log.record(run, dict(wandb=tracked))
         if self.changed:
-            run.log.changes(run, self.changed)
+            run.log.record(
+                run, dict(changed={name: new for name, (_, new) in self.changed.items()})
+            )
+            changes = ", ".join(f"{k} {old} to {new}" for k, (old, new) in self.changed.items())
+            self.log.say(f"changed from step {run.step} on: {changes}; not the same run to the bit")
 
-    def begin_folder(self, last):
-        """What the first rank changes in the folder of a run before its first step.
+    def begin_folder(self, step):
+        """What the first rank changes in the folder of a run before its step number `step`.
 
-        last: the step from which the run continues; -1 for a new run
+        Returns the id of its tracker, or None.
         """
         out_dir = self.config.out_dir
-        lines = self.log.lines(last) if self.resumed_from else []
+        lines = []
+        if self.resumed_from and self.log.path.exists():
+            lines = read_lines(self.log.path.read_bytes(), step)
         if self.config.tracker != "none":  # first, as it may be refused
-            records = [record for _, record in lines]
-            self.log.tracker = trackers.start(self.config, records)
+            self.log.tracker = trackers.start(self.config, [record for _, record in lines])
         if self.resumed_from:
             checkpoint.finish_removal(out_dir, self.resumed_from)
         if self.config.overwrite:
             run_folder.mark_overwriting(out_dir)
         with files.writing(self.log.path):  # without the records after that step
             files.write_atomically(self.log.path, b"".join(line for line, _ in lines))
+        return self.log.tracker and self.log.tracker.id
 
     def save(self, run, finished=False):
         """Write out_dir/step-N: the averaged weights, and everything that --resume needs.
 
         finished: this is the end of a run. UserError for weights that are not finite
         """
-        state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences_before(run.step))
         clock = run.clock
+        state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences_before(run.step))
         state |= dict(seconds=clock.elapsed(), ending=clock.ending, saving=clock.saving)
         state |= dict(finished=finished) | run.corpus.identity
         with clock.save(run.step):
@@ -264,7 +252,6 @@ class Session:
                     ranks.first(lambda: write(run, state, files_of()))
             else:
                 ranks.first(lambda: write(run, state, in_memory(weights, tensors)))
-        run.log.restart_clock(run.tokens)
 
     def calibrate(self, run):
         """Fit the temperature of the averaged weights to the held-out text."""
@@ -278,21 +265,30 @@ class Session:
 
     def end(self, run):
         """Save unsaved work, and report how the run ended; returns the exit code."""
+        say = run.log.say
         run.clock.goes_on(run.step)  # a signal may have come since
         interrupted = run.clock.signal
+        out_dir = f"--out_dir={environment.quote(run.config.out_dir)}"
+        program = "torchrun ... mdlm.py" if ranks.CONTROL else environment.command("mdlm.py")
+        again = f"{program} {out_dir} --resume"
         if self.is_over and not interrupted:
-            run.log.ended(run)
+            more = f"--max_steps={2 * run.config.max_steps}"
+            if run.config.time_limit:
+                more = f"--time_limit={2 * run.config.time_limit:g}"
+            say(f"this run ended at step {run.step}; to continue, raise that: {again} {more}")
             return 0
         if not interrupted or run.clock.saved != run.step:
             self.save(run, finished=not interrupted)
-            if self.held:
-                self.log.say(f"calibrated: temperature {run.averaged.calibration['temperature']}")
         if interrupted:
-            run.log.stopped(run)
+            say(f"stopped at step {run.step} and saved; to continue: {again}")
             return 128 + interrupted  # as a shell reports the signal
+        if self.held:
+            say(f"calibrated: temperature {run.averaged.calibration['temperature']}")
         if ranks.is_first_rank():
             plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
-        run.log.done(run)
+        prompt = " --prompt=TEXT" * bool(run.config.prompt_column)
+        sample = f"{environment.command('sample.py')} {out_dir}{prompt}"
+        say(f"done in {run.clock.elapsed():.0f} s. Now type: {sample}")
         return 0
 
 
@@ -305,8 +301,7 @@ def start_from(run, source):
     for p in model.state_dict().values():
         digest.update(p.contiguous().view(-1).view(torch.uint8).numpy())
     name = f"--init_from={run.config.init_from}"
-    fix = "give a checkpoint that all share, such as RUN/step-100: a run that trains makes new ones"
-    ranks.check_equal(digest.hexdigest(), f"the ranks see different weights in {name}; {fix}")
+    ranks.check_alike({f"{name}'s sha256": digest.hexdigest()})
     if tokenizer.to_json() != run.corpus.tokenizer.to_json():
         raise UserError(f"{name} has different tokens than {run.config.data}; give text")
     for into in (run.model, run.averaged):
@@ -357,22 +352,17 @@ def write(run, state, tensors):
 
 
 @contextlib.contextmanager
-def memory_explained(here):
-    """Context manager: turn an out-of-memory error into one sentence, a RankError.
-
-    here: a session, whose run is there once it has begun
-    """
+def memory_explained(session):
+    """Context manager: turn an out-of-memory error of a run into one sentence, a RankError."""
     try:
         yield
     except (MemoryError, RuntimeError) as e:
-        run = here.run
+        run = session.run
         if not out_of_memory.is_full(e) or run is None:
             raise
-        config = run.config
-        batch = f"{run.micro_batch} sequences of {config.block_size} tokens at a time"
-        millions = sum(p.numel() for p in run.model.parameters()) / 1e6
-        model = f"{millions:.2f} M parameters in {config.n_layer} layers x {config.n_embd}"
-        what = f"out of memory on {run.device}{out_of_memory.asked_for(e)}, with {batch}, {model}"
+        batch = f"{run.micro_batch} sequences of {run.config.block_size} tokens at a time"
+        size = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
+        what = f"out of memory on {run.device}, with {batch} and {size}"
         raise RankError(f"{what}. {advice_on_memory(run)}") from e
 
 

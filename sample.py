@@ -215,8 +215,7 @@ def resolve(settings, model):
     config = model.config
     is_causal = abilities.is_causal(model)
     if settings.block > config.block_size:
-        what = f"block={settings.block}"
-        raise UserError(f"{what} exceeds the context of {config.block_size}; give less")
+        raise UserError(f"block={settings.block} exceeds the context of {config.block_size}")
     n = model.objective.n_texts
     steps = 1 if settings.order == "one_shot" else settings.steps or max(32, 8 * n)
     unfit = ()
@@ -883,9 +882,8 @@ def check(options, given):
         outputs.check_all(replace(options, output=""), stdin=stdin)
     if options.output:
         products.proofreading_of_files().check_output(options)
-    has_gaps = options.infill or options.batch
     rules = [
-        ("candidates max_gap", not has_gaps, "without gaps: give --infill or --batch"),
+        ("candidates max_gap", not (options.infill or options.batch), "without gaps"),
         ("logprobs", not (options.json or options.batch), "without --json"),
         ("output caution", not options.fix, "without --fix"),
         ("steps", options.order == "one_shot", "with --order=one_shot, which is one step"),
@@ -893,20 +891,17 @@ def check(options, given):
     check_idle(given, rules)
 
 
-def load(options, given):
-    """(model, tokenizer, config, folders, options) of --out_dir, of out/ or the one that ships."""
+def load(options):
+    """(model, tokenizer, folders, options) of --out_dir, of out/ or the one that ships."""
     device = pick_device(options.device)
     gaps = bool(options.infill or options.batch or options.fix)
-    trusted = options.trust_remote_code
-    read = partial(mdlm.load, device=device, whole=gaps, trust_remote_code=trusted)
+    read = partial(
+        mdlm.load, device=device, whole=gaps, trust_remote_code=options.trust_remote_code
+    )
     folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not (options.prompt or options.fix):
         raise UserError("this model learned to answer prompts; give --prompt, not a template")
-    L = config.block_size
-    if config.prompt_column and options.length > L:
-        fix = f"give at most {L}, or leave it out"
-        raise UserError(f"--length={options.length} is too long for a prompt and its answer; {fix}")
-    return model, tokenizer, config, folders, replace(options, device=str(device))
+    return model, tokenizer, folders, replace(options, device=str(device))
 
 
 def show_samples(writer, segments, options, is_template, pages):
@@ -914,8 +909,7 @@ def show_samples(writer, segments, options, is_template, pages):
     tokenizer, mask = writer.tokenizer, writer.model.mask_id
     n = max(1, options.num_samples)
     size = 1 if options.watch else None
-    has_length = bool(options.length)
-    for rows in writer.batches(segments, n, is_template, has_length, size):
+    for rows in writer.batches(segments, n, is_template, bool(options.length), size):
         began = time.monotonic()
         total = sum(chunk.steps for chunk in rows.chunks())
         given = rows.x[0] if is_template else torch.tensor(to_ids(segments, mask))
@@ -1024,14 +1018,11 @@ def segments_of(template, writer, options, is_drawn):
     """The segments of a template; None: of --prompt. UserError if it cannot be written."""
     config = writer.model.config
     if template is None:
-        segments = of_prompt(options.prompt, writer.tokenizer, options.length, config)
-    else:
-        segments = parse(template, writer.tokenizer, config.block_size)
-        templates.check_lengths(segments, options.max_gap)
-        if is_drawn:
-            writer.check(segments)
-    if options.cfg and all(segment.is_gap for segment in segments):
-        raise UserError("--cfg guides by the given text, but there is none; give some text")
+        return of_prompt(options.prompt, writer.tokenizer, options.length, config)
+    segments = parse(template, writer.tokenizer, config.block_size)
+    templates.check_lengths(segments, options.max_gap)
+    if is_drawn:
+        writer.check(segments)
     return segments
 
 
@@ -1084,9 +1075,9 @@ def main(argv):
     given = place_text(parse_settings(Options, argv, about, groups=GROUPS, free="text"))
     options = Options(**given)
     check(options, given)
-    model, tokenizer, config, folders, options = load(options, given)
+    model, tokenizer, folders, options = load(options)
     if options.fix:
-        return products.proofreading_of_files().fix_file(options, model, tokenizer, folders, config)
+        return products.proofreading_of_files().fix_file(options, model, tokenizer, folders)
     if options.compare:
         return compare(options, model, tokenizer, folders)
     options = resolve(options, model)  # refuses what the model cannot follow, before reading

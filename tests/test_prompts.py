@@ -66,7 +66,6 @@ def test_it_answers(kind, request, capsys):
         (["--infill=cat███"], "give --prompt"),
         ([], "give --prompt"),
         (["--prompt=" + "cat" * 20], "shorten it"),
-        (["--prompt=cat", "--length=100"], "give at most 32"),
     ):
         assert entry.run(sample.main, [f"--out_dir={run}", *flags]) == 2
         assert words in capsys.readouterr().err

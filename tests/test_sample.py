@@ -508,15 +508,11 @@ class TestCharacters:
         again = [json.loads(line) for line in (tmp_path / "x").read_text().splitlines()]
         assert [d["text"] for d in again] == [d["text"] for d in lines]
 
-    @pytest.mark.parametrize(
-        "lines, flags, words",
-        [("The ██\nThe \u2603 █\n", [], ["\u2603"]), ("a█\n██\n", ["--cfg=1"], ["--cfg"])],
-    )
-    def test_batch_is_checked_before_any_answer(self, run, say, tmp_path, lines, flags, words):
-        (tmp_path / "b").write_text(lines, encoding="utf-8")
-        r = say(run, f"--batch={tmp_path / 'b'}", *flags)
+    def test_batch_is_checked_before_any_answer(self, run, say, tmp_path):
+        (tmp_path / "b").write_text("The ██\nThe \u2603 █\n", encoding="utf-8")
+        r = say(run, f"--batch={tmp_path / 'b'}")
         assert (r.code, r.out) == (2, "")
-        assert all(word in r.err for word in ["line 2", *words])
+        assert "line 2" in r.err and "\u2603" in r.err
 
     def test_json_lines_are_single_for_every_reader(self, run, say, monkeypatch):
         text = "a\x85b\u2028c\u2029d\ne"
@@ -554,7 +550,6 @@ class TestCharacters:
         [
             ("--infill=a█ --prompt=b", "--prompt"),
             ("--infill=a[___][___]b", "[___]"),
-            ("--cfg=1", "--cfg"),
             ("--compare=heat=1,2", "--compare"),
             ("--order=one_shot --steps=5", "--steps"),
             ("--prompt=a\udcff", "UTF-8"),

@@ -132,7 +132,7 @@ def to_html(part):
     return f'<span title="{about}">{old}{new}</span>'
 
 
-def fix_file(options, model, tokenizer, folders, config):
+def fix_file(options, model, tokenizer, folders):
     """Proofread the file of --fix; returns the exit code.
 
     The changes are printed, unless standard output is that of --output or --json.

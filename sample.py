@@ -895,9 +895,8 @@ def load(options):
     """(model, tokenizer, folders, options) of --out_dir, of out/ or the one that ships."""
     device = pick_device(options.device)
     gaps = bool(options.infill or options.batch or options.fix)
-    read = partial(
-        mdlm.load, device=device, whole=gaps, trust_remote_code=options.trust_remote_code
-    )
+    trusted = options.trust_remote_code
+    read = partial(mdlm.load, device=device, whole=gaps, trust_remote_code=trusted)
     folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not (options.prompt or options.fix):
         raise UserError("this model learned to answer prompts; give --prompt, not a template")

@@ -54,7 +54,11 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"kernels={str(name)[:40]!r} is not accepted; give auto, triton or torch")
     device = torch.device(device)
-    missing = _missing(device)
+    missing = "The kernels need a CUDA device"
+    if device.type == "cuda":
+        missing = _missing(device)
+    elif device.type == "cpu" and ENABLED and INTERPRET:
+        missing = ""
     if name == "triton" and missing:
         needs = "Triton, a C compiler, Python's headers and a CUDA device from sm_80 on"
         fix = f"not {device} as it is here; use --kernels=auto"
@@ -85,10 +89,7 @@ def _triton(name, head_dim, dtype, causal, T):
 
 
 def _missing(device):
-    """Say why the kernels cannot run on a device; "" if they can."""
-    if device.type != "cuda":
-        interpreted = ENABLED and INTERPRET and device.type == "cpu"
-        return "" if interpreted else "The kernels need a CUDA device"
+    """Say why the kernels cannot run on a GPU; "" if they can."""
     if torch.version.hip:
         return "The kernels have not been tried on AMD GPUs"
     major, minor = torch.cuda.get_device_capability(device)

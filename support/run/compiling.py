@@ -77,32 +77,45 @@ def compile_network(run, compiled, in_background=False):
     if config.recompute:
         for layer in run.model.layers:
             layer.forward = functools.partial(recomputed, layer.forward, use_reentrant=False)
+    begins = compiled and compile_parts(run, in_background)
+    if engine.world > 1:
+        connect_ranks(engine, config)
+    if run.device.type == "cuda" and graphs.can_record(run, compiled):
+        engine.call = graphs.Recorder(last=update).call
+    return begins
+
+
+def compile_parts(run, in_background):
+    """Compile what takes most of a step, or begin to in a second process; returns as above."""
+    config = run.config
+    engine = run.engine
     on_cpu = run.device.type == "cpu"
     # A second process imports the main program. That must be mdlm.py, not a Python caller's script.
     is_program = type(run.model).__module__ == "__main__"
     is_alone = on_cpu and engine.world == 1 and not config.shard
-    if compiled and in_background and config.time_limit and is_alone and is_program:
+    if in_background and config.time_limit and is_alone and is_program:
         run.log.say(f"compiling in a second process, {TAKES}; training begins without it")
         engine.compiler = start_compiler(run)
         return False
     # What is around the layers of a pretrained network is not made to be compiled.
-    if compiled and (on_cpu or config.shard or config.network):
+    if on_cpu or config.shard or config.network:
         compile_layers(run.model.layers)
-    elif compiled:
-        engine.network = torch.compile(run.model)
-        # The following are compiled too: eager, they launch a kernel for each parameter.
-        engine.average = torch.compile(average_to_compile)
-        engine.scale_gradients = torch.compile(scale_gradients)
-        if config.optimizer == "muon":
-            run.optimizers[0].compile()
-    if engine.world > 1:
-        if not config.shard:
-            engine.network = torch.nn.parallel.DistributedDataParallel(engine.network)
-            engine.network.broadcast_buffers = False  # in each step: they are equal tables
-        engine.exchange = shards.exchanger(engine.network)
-    if run.device.type == "cuda" and graphs.can_record(run, compiled):
-        engine.call = graphs.Recorder(last=update).call
-    return compiled
+        return True
+    engine.network = torch.compile(run.model)
+    # The following are compiled too: eager, they launch a kernel for each parameter.
+    engine.average = torch.compile(average_to_compile)
+    engine.scale_gradients = torch.compile(scale_gradients)
+    if config.optimizer == "muon":
+        run.optimizers[0].compile()
+    return True
+
+
+def connect_ranks(engine, config):
+    """Let the ranks exchange gradients: by DDP, or sharded, as the network itself does."""
+    if not config.shard:
+        engine.network = torch.nn.parallel.DistributedDataParallel(engine.network)
+        engine.network.broadcast_buffers = False  # in each step: they are equal tables
+    engine.exchange = shards.exchanger(engine.network)
 
 
 def compile_layers(layers):

@@ -88,7 +88,7 @@ class Options(Place, RequestLimits, ConcurrencyLimits):
 
     @property
     def origins(self):
-        return [part.strip() for part in self.origin.split(",") if part.strip()]
+        return [part.strip().lower() for part in self.origin.split(",") if part.strip()]
 
 
 # ---- The process

@@ -422,6 +422,7 @@ REFUSED = [
     ("[___:" + "b" * (1 << 16) + "c]", "[___:b{9}c]"),
     ("[___:a", "[___:a]", "\\[___:a█"),
     ("[███:ab]", "[██:ab]", "[___:ab]"),
+    ("[___|]", "[___|a|]"),
     ("[___:a]█", "[█:a]█"),
 ]
 
@@ -460,6 +461,10 @@ def test_a_large_automaton_is_refused_in_bounded_time_and_memory(pattern, monkey
     with pytest.raises(UserError):
         automata.byte_automaton(pattern)
     assert time.monotonic() - began < 30
+    began = time.monotonic()
+    with pytest.raises(UserError):  # what was refused is remembered
+        automata.byte_automaton(pattern)
+    assert time.monotonic() - began < 1
 
 
 def test_the_process_builds_what_this_one_builds(monkeypatch):

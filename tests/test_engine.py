@@ -241,6 +241,22 @@ def test_given_up_request_ends_within_a_call():
     assert engine.counts.given_up == 1
 
 
+def test_waiting_requests_that_nobody_wants_make_room():
+    model = network()
+    with running(most_active=1, most_waiting=2) as engine:
+        first = Answer(engine, model, lambda m: [texts_of(m, i) for i in range(1000)])
+        while engine.waiting()[0]:
+            time.sleep(0.001)
+        left = Answer(engine, model, lambda m: texts_of(m, 0))
+        late = Answer(engine, model, lambda m: texts_of(m, 0), time.monotonic())
+        left.request.give_up()
+        for answer, error in ((left, engines.GivenUp), (late, engines.TookTooLong)):
+            with pytest.raises(error):
+                answer.wait()
+        assert engine.waiting() == (0, 1)
+        first.request.give_up()
+
+
 def test_limits_of_the_engine():
     model = network()
     with running(most_active=1, most_waiting=1) as engine:

@@ -275,12 +275,13 @@ def test_other_sites_are_kept_out_and_allowed_ones_let_in():
     client = client_of(origin="https://a.example")
     asked = {
         "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization",
+        "access-control-request-headers": "authorization, x-stainless-lang",
     }
     r = client.options("/v1/completions", headers=asked | dict(origin="https://a.example"))
     assert r.headers["access-control-allow-origin"] == "https://a.example"
     for headers in (dict(origin="https://evil.example"), dict(host="evil.example")):
         r = client.post("/v1/completions", json={}, headers=headers)
         assert r.status_code == 403 and "access-control-allow-origin" not in r.headers
+    assert client.get("/health", headers=dict(host="LocalHost:8000")).status_code == 200
     r = client.post("/v1/completions", json={}, headers=dict(origin="https://a.example"))
     assert r.headers["access-control-allow-origin"] == "https://a.example"

@@ -422,6 +422,17 @@ def test_a_text_in_one_piece_streams_what_can_no_longer_change(server):
         assert "".join(texts) == whole and len(texts) >= least
 
 
+def test_a_client_that_leaves_in_its_body_is_no_failure(server):
+    host, port = server.url[7:].split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+    with socket.create_connection((host, int(port)), PATIENCE) as left:
+        left.sendall(head)
+        time.sleep(0.2)
+    while 'path="/v1/completions",status="499"' not in (said := get(f"{server.url}/metrics").text):
+        time.sleep(0.05)
+    assert 'status="500"' not in said
+
+
 # ---- Long ones
 @pytest.mark.long
 def test_a_slow_body_ends_and_connections_are_bounded(short_run):

@@ -423,6 +423,8 @@ def gap_of_mark(mark):
 def one_of(texts, length=None):
     """The Gap whose fill is one of some texts."""
     choices = tuple(dict.fromkeys(texts))
+    if not any(choices):
+        raise UserError("a list of texts has only the empty one; give a text")
     return Gap(length, products.automata().pattern_of_choices(choices), choices)
 
 

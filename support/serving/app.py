@@ -24,6 +24,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -62,6 +63,7 @@ ENDS = {
     Closed: ("the server stops; try again later", None, 503, "stopping", 5),
     TookTooLong: ("this took too long; ask for fewer tokens", None, 503, "time_limit"),
     GivenUp: ("the client has left", None, NOTHING_SENT),  # nobody reads this
+    ClientDisconnect: ("the client has left", None, NOTHING_SENT),
 }
 
 
@@ -176,13 +178,13 @@ class Guard:
             if len(headers.getlist(name)) > 1:
                 raise Refused(f"the request has two headers {name}; send one")
         options = self.server.options
-        host = headers.get("host", "")
+        host = headers.get("host", "").lower()
         name = re.sub(r":\d*$", "", host).strip("[]")
         known = [*LOOPBACK, *(re.sub(r"^https?://|:\d+$", "", each) for each in options.origins)]
         if options.host in LOOPBACK and name not in known:
             what = "this server answers to localhost alone; use that name, or give --origin"
             raise Refused(what, status=403)
-        origin = headers.get("origin", "")
+        origin = headers.get("origin", "").lower()
         if origin and origin not in (f"http://{host}", f"https://{host}", *options.origins):
             what = "pages of other sites may not use this server; allow them by --origin"
             raise Refused(what, status=403)
@@ -435,7 +437,7 @@ def make_app(server):
     gets = [Route(path, partial(show, server), methods=["GET"]) for path, show in SHOWS.items()]
     middleware = [Middleware(Guard, server=server)]
     if origins := server.options.origins:
-        cors = dict(allow_methods=["GET", "POST"], allow_headers=["authorization", "content-type"])
+        cors = dict(allow_methods=["GET", "POST"], allow_headers=["*"])  # clients have their own
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=origins, **cors))
     handlers = {HTTPException: explain}  # of others the Guard makes an answer
     return Starlette(routes=posts + gets, middleware=middleware, exception_handlers=handlers)

@@ -174,13 +174,17 @@ class Engine:
             self.resume(request)
 
     def end_some(self):
-        """Raise in requests what ends them: their client has left, or their time is over."""
+        """Raise in requests what ends them: their client has left, or their time is over.
+
+        Those that wait end too, to make room.
+        """
         now = time.monotonic()
-        for request in [*self.active]:
+        for request in [*self.new, *self.active]:
             if request.error is None and now > request.deadline:
                 request.error = TookTooLong()
             if request.error:
-                self.active.remove(request)
+                with self.changed:
+                    (self.active if request.thread else self.new).remove(request)
                 self.resume(request, error=request.error)
 
     def resume(self, request, logits=None, error=None):

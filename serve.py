@@ -223,8 +223,9 @@ def main(argv):
     about = f"{name}: {config.n_layer} layers x {config.n_embd}, context {config.block_size}"
     device_name = "GPU" if device.type == "cuda" else device.type.upper()
     server.page = parts.served_page.page(writer, about, device_name, options)
-    parts.engine.start(engine)
+    thread = parts.engine.start(engine)
     asyncio.run(serve(server, options, sock))
+    thread.join(END_SECONDS)  # Python must not end while it computes
     return 0
 
 

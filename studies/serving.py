@@ -134,7 +134,7 @@ def alone(writer, body):
     job = requests.read(requests.Completion, json.dumps(body), serve.Options())
     prepared, _ = writer.prepare(job)
     texts = writer.write(job, prepared, lambda model: model, lambda *_: False)
-    return [answers.show(text, job).text for text in texts]
+    return [answers.show(text, job).text for text in texts.values()]
 
 
 async def load(url, options, bodies, wanted):

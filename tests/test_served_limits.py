@@ -245,6 +245,13 @@ def test_proofreading_takes_characters_that_the_model_does_not_know(text, tokeni
     assert r.status_code == 200 and '"error"' not in r.text and '"done":true' in r.text
 
 
+def test_texts_have_the_index_of_their_prompt():
+    """Also if a prompt has fewer fills than were asked for."""
+    body = dict(prompt=["the ", "a "], choices=["cat", "dog"], n=3)
+    found = ask(client_of(), **body)["choices"]
+    assert [choice["index"] for choice in found] == [0, 1, 3, 4]
+
+
 def test_health_is_seen_without_a_key_and_nothing_else():
     client = client_of(api_key="abc")
     assert client.get("/health").status_code == 200

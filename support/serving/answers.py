@@ -196,8 +196,8 @@ class Completion(Answer):
         return self.choice(index, written, "stop" if is_stopped else "length", logprobs)
 
     def whole(self, texts):
-        """The answer with all texts."""
-        choices = [self.finished(i, show(t, self.job).text, t) for i, t in enumerate(texts)]
+        """The answer with all texts, a dict: index -> answers.Text."""
+        choices = [self.finished(i, show(t, self.job).text, t) for i, t in texts.items()]
         seed = self.job.settings["seed"]
         return self.about | dict(choices=choices, usage=self.usage(), seed=seed)
 
@@ -282,7 +282,7 @@ class Infill(Answer):
             timings=timings,
         )
         fields = self.job.response_fields
-        return every if fields is None else picked(every, fields)
+        return picked(every, fields) if fields else every
 
 
 def timings_of(what, n, ms):

@@ -165,8 +165,8 @@ class Writer:
 
     # ---- Writing
     def write(self, job, prepared, stand_in, emit):
-        """The answers.Texts of all prompts of a job: n of the first, then n of the second ... (Of
-        "score" and "fix": dicts.)
+        """{index: answers.Text} of all prompts of a job: 0 to n - 1 for the first, n to 2 n - 1 for
+        the second ... (Of "score" and "fix": a list of dicts.)
 
         emit(index, text, is_finished): what of a Text cannot change any more, and at last all of
         it; returns whether no more of it is needed.
@@ -181,19 +181,21 @@ class Writer:
                 emit(0, dict(done=True, changes=fixed[0]["changes"]))
             return fixed
         writer = self.sampler(model, self.tokenizer, job.settings)
-        texts = []
-        for segments in prepared:
-            tell = partial(tell_from, emit, len(texts))
+        texts = {}
+        for i, segments in enumerate(prepared):
+            made = []
+            tell = partial(tell_from, emit, i * job.n)
             if job.watch and is_searched(job, segments):
                 show_fills(writer, segments, job, emit)
             elif job.watch:
                 show(writer, segments, job, emit)
             elif not has_gap(segments):
-                texts += self.keep(writer, segments, job, tell)
+                made = self.keep(writer, segments, job, tell)
             elif job.goes_on:
-                texts += self.go_on(writer, segments, job, tell)
+                made = self.go_on(writer, segments, job, tell)
             else:
-                texts += self.fill(writer, segments, job, tell)
+                made = self.fill(writer, segments, job, tell)
+            texts |= dict(enumerate(made, i * job.n))
         return texts
 
     def fixed(self, model, text, caution):

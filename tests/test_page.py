@@ -293,7 +293,7 @@ def test_page_lists_and_proves_what_sample_py_does(monkeypatch):
         starts = [0, *itertools.accumulate(segment.size for segment in wanted[0].segments)]
         pairs = zip(starts, wanted[0].segments)
         matches = {at: each for at, each in pairs if getattr(each, "automaton", 0) and each.length}
-        x = torch.tensor([templates.to_ids(wanted[0].segments, letters, V)])
+        x = torch.tensor([templates.to_ids(wanted[0].segments, V)])
         *_, step = sample.unmask(model, x, matches=matches, **settings)
         assert found["written"] == step.x[0].tolist()
     assert 0 < sum(proven) < len(proven)

@@ -429,6 +429,16 @@ def test_more_than_a_search_can_fill_is_drawn_and_compared(monkeypatch):
     assert found.rest == pytest.approx(1 - sum(one.p for one in found))
 
 
+def test_long_texts_of_a_list_are_all_compared(monkeypatch):
+    """They are not drawn; a text that the model cannot spell is refused, not left out."""
+    monkeypatch.setattr(filling, "LONG", 1)
+    tokenizer = Tokenizer("char", LETTERS)
+    found = sample.search(network(), tokenizer, "a[___|bc|ca|bb|abc]b", top=9)
+    assert len(found) == 4 and found.proven and found.bound == -math.inf
+    with pytest.raises(UserError, match="d"):
+        sample.search(network(), tokenizer, "a[___|bc|d]b")
+
+
 def test_texts_without_a_gap_are_refused():
     with pytest.raises(UserError, match="has no gap"):
         sample.search(network(), Tokenizer("char", LETTERS), "abc")

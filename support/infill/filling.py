@@ -360,7 +360,8 @@ def frame_of(model, tokenizer, segments, is_endless, draw):
         if segment.is_gap and segment.spelled:
             only.append((k, [ids for ids in segment.spelled if len(ids) == segment.length]))
         k += segment.size if segment.is_gap else 0
-    is_drawn = len(open) > LONG and draw is not None
+    n_free = sum(one.size for one in segments if one.is_gap and not one.spelled)
+    is_drawn = n_free > LONG and draw is not None
     if is_drawn:
         fills = {tuple(ids[at] for at in open) for ids in draw(segments)}
         only.append((0, sorted(fills)))

@@ -173,19 +173,12 @@ def place_pattern(gap, before, ids, tokenizer):
         what = f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}"
         raise UserError(f"{what}; write another number of █, or [___:...]")
     lead = " " if space == "lent" else ""
-    spelled = [spell_choice(lead + text, tokenizer, bool(ids)) for text in gap.choices]
-    known = tuple(ids for ids in spelled if ids is not None and automaton.takes(ids))
+    spelled = [tuple(tokenizer.encode_lossless(lead + text, bool(ids))) for text in gap.choices]
+    known = tuple(ids for ids in spelled if automaton.takes(ids))
     if gap.choices and gap.length not in (None, *map(len, known)):
         what = f"no text of the list has {gap.length} tokens"
         raise UserError(f"{what}; write another number of █, or [___|...]")
     return gap._replace(spelled=known)
-
-
-def spell_choice(text, tokenizer, is_after_text):
-    """The ids of one of a list of texts, as a tuple; None if the tokenizer does not know it."""
-    with contextlib.suppress(UserError):
-        return tuple(tokenizer.encode_lossless(text, is_after_text))
-    return None
 
 
 def has_open(segments):

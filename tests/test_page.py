@@ -229,7 +229,7 @@ TEMPLATES = [
     "a" + "_" * 19 + "b",  # more than can be proven
     "_" * 22 + "c__d_",  # so many that they are drawn
     "a[___:[ab]c?(d|ba?)+]cb",
-    "[___|ab|c|dd|dé]b_a[___:(ab|c)*]",
+    "[___|ab|c|dd|da]b_a[___:(ab|c)*]",
     "_[___:[^a]{2,3}|d+]b[██:ab|cd]",
     "d[___:c*]a[___:a?]b[___:.]",
     "a[___|a|]b",
@@ -247,7 +247,7 @@ TEMPLATES = [
 WRONG_TEXTS = {
     "a[___:b]_": "A gap must not follow one of unknown length",
     "[___:b{17}]": "No text of up to 16 characters of this model matches b{17}; change it.",
-    "[___|é|xa]": "The model never saw the characters of é|xa; change them.",
+    "[___|é|xa]": "The model never saw all characters of é|xa; change them.",
     "a[___:b*]" + "a" * 32: "The text has 33 characters, the model takes 32; shorten it.",
     "[___:aa]" + "a" * 31: "The text has at least 33 characters, the model takes 32; shorten it.",
     "[___]_a": "A gap must not follow one of unknown length",

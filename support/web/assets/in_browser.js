@@ -81,10 +81,10 @@ const matchesOf = text => read(text).matches.map(({start, length, isOpen, isAny,
 
 // Return the lengths that a gap of unknown length may have, and whether it is one of a list of texts.
 function lengthsOf(texts, fits, shown) {
-  const known = texts?.map(text => Array.from(text)).filter(text => text.every(c => ids.has(c)));
-  const lengths = known?.map(text => text.length) ?? [...Array(MOST_TRIED + 1).keys()].filter(fits);
-  if (!lengths.length) throw texts ? `The model never saw the characters of ${shown}; change them.`
-    : `No text of up to ${MOST_TRIED} characters of this model matches ${shown}; change it.`;
+  const listed = texts?.map(text => Array.from(text));
+  if (listed && !listed.flat().every(c => ids.has(c))) throw `The model never saw all characters of ${shown}; change them.`;
+  const lengths = listed?.map(text => text.length) ?? [...Array(MOST_TRIED + 1).keys()].filter(fits);
+  if (!lengths.length) throw `No text of up to ${MOST_TRIED} characters of this model matches ${shown}; change it.`;
   return {lengths: [...new Set(lengths)].sort((a, b) => a - b), isList: Boolean(texts)};
 }
 

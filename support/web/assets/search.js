@@ -36,8 +36,8 @@ const first = (list, order) => list.length ? list.reduce((a, b) => order(b, a) <
 class Frame {
   // isOrdered: gaps are filled from left to right, and the id `end` may end the last one before its length is reached
   constructor(segments, mask, isOrdered = false, end = null) {
-    Object.assign(this, {x: [], open: [], matches: [], mask, isOrdered, end, start: 0, typical: 0, only: null});
-    for (const {ids, length, next, accepts} of segments) {
+    Object.assign(this, {x: [], open: [], matches: [], mask, isOrdered, end, start: 0, typical: 0, only: null, nFree: 0});
+    for (const {ids, length, next, accepts, isList} of segments) {
       const at = this.x.length, k = this.open.length;
       this.x.push(...ids ?? Array(length).fill(mask));
       if (ids) continue;
@@ -45,6 +45,7 @@ class Frame {
       this.stop = at + length;
       this.last = k;  // the first open position of the last gap
       this.open.push(...range(at, at + length));
+      if (!isList) this.nFree += length;  // texts of a list are compared, not drawn
       if (next && length) this.matches.push({k, start: at, length, next, accepts});
     }
     this.shown = this.x.length - (segments.at(-1).isEnd ? 1 : 0);
@@ -314,7 +315,7 @@ export async function search(predict, segments, n, {mask, context, end, temperat
   };
   const isEndless = Boolean(segments.at(-1).isAny), shapes = await likelyShapes(ask, segments, {mask, context, end});
   const frames = shapes.map(shape => new Frame(shape, mask, isEndless, end));
-  const toDraw = how && !isEndless ? frames.filter(({open}) => open.length > LONG) : [];
+  const toDraw = how && !isEndless ? frames.filter(({nFree}) => nFree > LONG) : [];
   for (const frame of toDraw) {
     const {x, open, matches} = frame, draws = matches.length ? DRAWS : DRAWS - 1;
     const rows = range(0, draws).map(sample => plan(x, sample, mask, {...how, matches}));

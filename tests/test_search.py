@@ -431,6 +431,7 @@ def test_more_than_a_search_can_fill_is_drawn_and_compared(monkeypatch):
 
 def test_long_texts_of_a_list_are_all_compared(monkeypatch):
     """They are not drawn; a text that the model cannot spell is refused, not left out."""
+    pytest.importorskip("outlines_core")
     monkeypatch.setattr(filling, "LONG", 1)
     tokenizer = Tokenizer("char", LETTERS)
     found = sample.search(network(), tokenizer, "a[___|bc|ca|bb|abc]b", top=9)

@@ -70,7 +70,7 @@ def test_patterns_are_built_only_for_texts_that_fit(monkeypatch):
 def test_a_list_of_2000_texts_is_one_gap():
     pytest.importorskip("outlines_core")
     words = [
-        a + b + c + d for a in "abcdefghi" for b in "aehirt" for c in "aehilo" for d in "bdnrst"
+        a + b + c + d for a in "abcdeghil" for b in "aehirt" for c in "aehilo" for d in "bdnrst"
     ]
     template = "the [___|" + "|".join(words) + "] sat"
     began = time.monotonic()

@@ -54,11 +54,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"kernels={str(name)[:40]!r} is not accepted; give auto, triton or torch")
     device = torch.device(device)
-    missing = "The kernels need a CUDA device"
-    if device.type == "cuda":
-        missing = _missing(device)
-    elif device.type == "cpu" and ENABLED and INTERPRET:
-        missing = ""
+    missing = _missing(device)
     if name == "triton" and missing:
         needs = "Triton, a C compiler, Python's headers and a CUDA device from sm_80 on"
         fix = f"not {device} as it is here; use --kernels=auto"
@@ -89,7 +85,11 @@ def _triton(name, head_dim, dtype, causal, T):
 
 
 def _missing(device):
-    """Say why the kernels cannot run on a GPU; "" if they can."""
+    """Say why the kernels cannot run on a device; "" if they can."""
+    if device.type == "cpu" and ENABLED and INTERPRET:
+        return ""
+    if device.type != "cuda":
+        return "The kernels need a CUDA device"
     if torch.version.hip:
         return "The kernels have not been tried on AMD GPUs"
     major, minor = torch.cuda.get_device_capability(device)

@@ -108,7 +108,7 @@ ask() {  # name, seconds: a part of studies/gpu.py
     part "$1" "$2" "$python" studies/gpu.py "$1" --time_limit=LATEST --json="$out/gpu_$1.json" "${@:3}"
 }
 
-pytest=("$python" -m pytest -q -m "not slow" -p no:cacheprovider -o addopts=)
+pytest=("$python" -m pytest -q -m "not slow and not long" -p no:cacheprovider -o addopts=)
 alike=tests/test_gpu.py::test_final_nelbo_agrees
 
 if [[ " $PARTS " == *" smoke "* ]]; then

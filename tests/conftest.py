@@ -48,6 +48,20 @@ TINY = [
 ]
 
 
+def tiers(cases, fast=(), slow=()):
+    """Test cases as parameters: by default those in `fast` run, then -m slow and -m long.
+
+    The cases in `fast` and `slow` were chosen once to differ in what matters; changes of a theme
+    are tried with all of them: pytest -m "" tests/FILE.py.
+    """
+    parameters = []
+    for case in cases:
+        marks = () if case in fast else pytest.mark.slow if case in slow else pytest.mark.long
+        values = case if isinstance(case, tuple) else (case,)
+        parameters.append(pytest.param(*values, marks=marks))
+    return parameters
+
+
 @pytest.fixture(scope="session")
 def pydoc():
     """60,000 characters of the Python reference, real text that needs no network."""

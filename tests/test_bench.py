@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, losses, run_mdlm
+from conftest import ROOT, TINY, losses, run_mdlm, tiers
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import bench
@@ -450,21 +450,15 @@ def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
 
 
 # ---- Studies
+REHEARSED = [
+    ("newton_schulz.py", "singular values"),
+    ("residual.py", ""),
+    ("gpu.py generate", "recorded"),
+    ("gpu.py repeat", "equal to the bit: True"),
+]
 
 
-# ---- Mistakes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "program, said",
-    [
-        ("newton_schulz.py", "singular values"),
-        ("residual.py", ""),
-        ("gpu.py generate", "recorded"),
-        ("gpu.py repeat", "equal to the bit: True"),
-    ],
-)
+@pytest.mark.parametrize("program, said", tiers(REHEARSED, slow=REHEARSED[:3]))
 def test_what_a_gpu_is_asked_runs_without_one(program, said):
     """A rehearsal: the prototypes in the emulator, the studies on a CPU with tiny sizes."""
     command = [sys.executable, *f"studies/{program}".split()]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, draw, losses, read_log, run_mdlm, saved
+from conftest import ROOT, TINY, draw, losses, read_log, run_mdlm, saved, tiers
 
 import eval
 import export
@@ -645,8 +645,7 @@ def test_compiled_blocks_train_alike(text_file, tmp_path, asks):
     assert len(on) == 6 and on == pytest.approx(off, abs=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("asks", tiers([False, True], slow=[True]))
 def test_two_ranks_train_like_one(text_file, tmp_path, asks):
     """Sharded, too: two ranks hold one model."""
     data = learned(asks, text_file, tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_mdlm, tiny_flags
+from conftest import ROOT, TINY, run_mdlm, tiers, tiny_flags
 from safetensors.torch import load_file
 
 import export
@@ -205,7 +205,7 @@ def test_card_of_a_checkpoint_alone(short_run, tmp_path):
 
 
 @needs_transformers
-@pytest.mark.parametrize("objective", ["mdlm", "ar"])
+@pytest.mark.parametrize("objective", tiers(["mdlm", "ar"], ["mdlm"], ["ar"]))
 def test_code_of_the_card_runs(tmp_path, objective):
     # Documents as long as the context.
     save(tmp_path / "out", Tokenizer("byte", None, True), lengths=-1, objective=objective)
@@ -301,6 +301,7 @@ torch.save((x, trainer.model.eval()(x).logits.detach()), "my-model-tuned.pt")
     assert torch.allclose(own, logits[..., : own.shape[-1]], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("diffusers"), reason="no diffusers")
 def test_llada2_pipeline_writes_with_the_shipped_weights(tmp_path):
     assert (

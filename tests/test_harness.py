@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Toy, exhaustive_nelbo, run_mdlm
+from conftest import ROOT, TINY, Toy, exhaustive_nelbo, run_mdlm, tiers
 
 import sample
 from nanomdlm.support.cli import entry
@@ -103,6 +103,7 @@ def test_long_answers_get_the_bound(run, world):
     assert abs(found.mean() - exact) < 4 * found.std() / 20
 
 
+@pytest.mark.slow
 def test_tasks_are_scored_by_one_command(run):
     flags = ["--model=mdlm", f"--model_args=out_dir={run}/out", f"--include_path={run}"]
     flags += ["--tasks=mdlm_choice,mdlm_write", f"--output_path={run}/r"]
@@ -165,7 +166,7 @@ def test_networks_of_others_give_their_probabilities(kind, adapted):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", tiers(["llama", "bert"], ["llama"]))
 def test_networks_of_others_give_the_bound_of_long_answers(kind, adapted):
     """Its mean over seeds is that of all sets of masks, where the prompt is seen."""
     asked = harness.Harness(adapted(kind), draws=2, device="cpu")
@@ -198,8 +199,7 @@ def test_networks_of_others_write(kind, adapted):
     assert write(asked, prompt, max_gen_toks=8) == whole[len(prompt) :]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(KINDS, slow=["llama"]))
 def test_networks_of_others_are_scored_by_one_command(kind, adapted, run, tmp_path):
     flags = ["--model=mdlm", f"--model_args=out_dir={adapted(kind)}", f"--include_path={run}"]
     flags += ["--tasks=mdlm_choice,mdlm_write", f"--output_path={tmp_path}/r"]
@@ -343,7 +343,7 @@ def test_mistake_gets_one_sentence(tmp_path, capsys, args, said):
     assert said in error and error.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mistake_gets_no_traceback_of_the_harness(tmp_path):
     flags = ["run", "--model=mdlm", f"--model_args=out_dir={tmp_path}/nowhere", "--tasks=arc_easy"]
     command = [sys.executable, ROOT / "studies" / "harness.py", *flags]

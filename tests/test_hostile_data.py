@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, corpus_of, run_mdlm
+from conftest import ROOT, TINY, corpus_of, run_mdlm, tiers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,16 +101,15 @@ def test_unusable_text_gets_one_sentence(tmp_path, capsys, content, word):
     assert not (tmp_path / "o").exists(), "nothing is left over"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, size, unit",
-    [
-        ("char", 3 * 10**8, b"many short lines\n"),
-        ("char", 10**8, b"words in a line that never ends "),
-        ("word", 10**8, b"x"),
-        ("bpe", 10**8, b"x"),
-    ],
-)
+LARGE = [
+    ("char", 3 * 10**8, b"many short lines\n"),
+    ("char", 10**8, b"words in a line that never ends "),
+    ("word", 10**8, b"x"),
+    ("bpe", 10**8, b"x"),
+]
+
+
+@pytest.mark.parametrize("kind, size, unit", tiers(LARGE, slow=LARGE[:2]))
 def test_large_files_train_in_bounded_memory(tmp_path, kind, size, unit):
     with open(tmp_path / "t", "wb") as f:
         for _ in range(100):

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from aot import ARCHITECTURES, SHARED
-from conftest import TINY, losses, run_mdlm
+from conftest import TINY, losses, run_mdlm, tiers
 
 import mdlm
 from nanomdlm.kernels import operations as kernels
 
 HERE = Path(__file__).parent
+FAST = "not slow and not long"
 INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -36,7 +37,7 @@ def run(*command, **environment):
     )
 
 
-@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("marks", tiers([FAST, "slow", "long"], [FAST], ["slow"]))
 def test_the_kernels_agree_with_their_references(marks):
     files = sorted((HERE / "kernels_cases").glob("*_cases.py"))
     r = run("-m", "pytest", "-n0", "-m", marks, "-p", "no:cacheprovider", *files, **INTERPRETED)
@@ -61,7 +62,7 @@ def test_the_oldest_triton_compiles_and_agrees(tmp_path):
     assert {case["arch"] for case in compiled} == set(ARCHITECTURES)
     assert {case["name"] for case in compiled if case["spills"] and case["arch"] > 80} == set()
     files = sorted((HERE / "kernels_cases").glob("*_cases.py"))
-    args = ("-n0", "-m", "not slow", "-p", "no:cacheprovider", *files)
+    args = ("-n0", "-m", FAST, "-p", "no:cacheprovider", *files)
     r = run("-m", "pytest", *args, TRITON_INTERPRET="1", **old)
     assert r.returncode == 0 and " passed" in r.stdout, r.stdout[-4000:]
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_mdlm, tiny_flags
+from conftest import run_mdlm, tiers, tiny_flags
 from test_pretrained import ONE_KEY, SIZES, folder_of, random_ids, tokenizer_of, view_of, wrap
 
 import export
@@ -115,10 +115,7 @@ def masked_texts(tokenizer, mask_id):
     return x0, xt
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * ("head" in name)) for name in NETWORKS],
-)
+@pytest.mark.parametrize("name", tiers(list(NETWORKS), [SHIFTED], ["encoder"]))
 def test_each_convention_reads_our_logits_and_fills_a_text(name, exports):
     """With the hook of the card at a token's own place; as loaded, by the convention of the run."""
     run, folder = exports(name)
@@ -188,9 +185,8 @@ def test_padding_on_the_left_moves_learned_positions(kind, pads_move, folder_of)
     assert torch.allclose(found, alone, atol=1e-4), "padding on the right is not seen"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("diffusers"), reason="no diffusers")
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", tiers(list(NETWORKS), slow=[SHIFTED, "encoder"]))
 def test_llada2_pipeline_fills_a_text(name, exports):
     from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 

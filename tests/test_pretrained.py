@@ -24,6 +24,7 @@ from conftest import (
     run_mdlm,
     saved,
     sign,
+    tiers,
     tiny_flags,
 )
 from safetensors.torch import load_file, save_file
@@ -476,8 +477,11 @@ def assert_exported(kind, out, dest):
     return theirs, model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+RESUMED = [(kind, optimizer) for kind in KINDS for optimizer in ("adamw", "muon")]
+FEW = [("bert", "adamw"), ("gemma3_text", "adamw")]
+
+
+@pytest.mark.parametrize("kind, optimizer", tiers(RESUMED, FEW, [("llama", "muon")]))
 def test_a_run_resumes_to_the_bit(kind, optimizer, folder_of, some_text, tmp_path, monkeypatch):
     more = [f"--optimizer={optimizer}", "--dropout=0.1", "--learning_rate=0.01"]
     whole, cut = (
@@ -506,7 +510,10 @@ def runs(folder_of, some_text, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("kind, flag", [("bert", ""), ("llama", ""), ("llama", "--shift=false")])
+TUNED = [("bert", ""), ("llama", ""), ("llama", "--shift=false")]
+
+
+@pytest.mark.parametrize("kind, flag", tiers(TUNED, TUNED[1:2], TUNED[:1]))
 def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, flag, runs, some_text, tmp_path):
     out = runs(kind, *[flag] * bool(flag))
     assert entry.run(export.main, [f"--out_dir={out}", f"--dest={tmp_path / 'hf'}"]) == 0
@@ -539,7 +546,7 @@ def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
     assert all(after[name] == before[name] for name in before if "dropout" in name)
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", tiers(["llama", "bert"], ["llama"], ["bert"]))
 def test_programs_work_with_a_network_of_others(kind, runs, tmp_path, capsys):
     """Each way to look at a model: in a terminal, as a page, ranked, exactly, compared."""
     out = f"--out_dir={runs(kind)}"
@@ -638,7 +645,7 @@ def test_sentence_encoder_predicts_by_its_embedding(folder_of, some_text, tmp_pa
     assert torch.allclose(model(view_of(ids))[..., known], wanted[..., known], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", tiers(["bert", "llama"], ["bert"], ["llama"]))
 def test_documents_are_learned(kind, folder_of, tmp_path, pydoc):
     """Packed, of given lengths; [END] is the tokenizer's own end of text, or what --end says."""
     records = tmp_path / "records.jsonl"
@@ -666,8 +673,9 @@ OWN_TOKENIZERS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, words, mask", OWN_TOKENIZERS)
+@pytest.mark.parametrize(
+    "kind, words, mask", tiers(OWN_TOKENIZERS, slow=[OWN_TOKENIZERS[0], OWN_TOKENIZERS[3]])
+)
 def test_tokenizers_stay_what_they_are(kind, words, mask, pydoc, some_text, tmp_path):
     """Adapted, exported, and adapted again: the same ids for a text, and seams at gaps."""
     theirs = tokenizer_kinds.KINDS[words](pydoc[:20_000])
@@ -720,7 +728,7 @@ def ar_run(config, text_file, out, *more):
     return out
 
 
-@pytest.mark.parametrize("kind", ["llama", *[pytest.param("gpt2", marks=pytest.mark.slow)]])
+@pytest.mark.parametrize("kind", tiers(["llama", "gpt2"], ["llama"]))
 @torch.no_grad()
 def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_text, tmp_path):
     """As it writes here, with the same likelihoods; and it goes on from there in both ways."""
@@ -793,8 +801,7 @@ def test_two_ranks_learn_what_one_learns(
     assert torch.allclose(found[1], found[2], atol=tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, optimizer, tolerance", TRAINED)
+@pytest.mark.parametrize("kind, optimizer, tolerance", tiers(TRAINED, slow=TRAINED[2:]))
 def test_compiled_layers_give_the_same_losses(
     kind, optimizer, tolerance, folder_of, some_text, tmp_path
 ):
@@ -1082,7 +1089,7 @@ def test_the_study_plans_its_runs(folder_of, some_text, tmp_path, capsys):
             assert f"--data={some_text}" in argv
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_study_trains_two_runs_at_a_time(folder_of, some_text, tmp_path, capfd):
     """Each on a core of its own, and each once; the table has them all."""
     argv = [f"--data={some_text}", f"--out_dir={tmp_path / 'runs'}", "--kind=encoder"]

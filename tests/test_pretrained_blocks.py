@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_mdlm
+from conftest import run_mdlm, tiers
 from test_blocks import first_seen
 from test_pretrained import (
     ENCODERS,
@@ -34,11 +34,6 @@ FAST = ("llama", "gemma3_text")
 S, T = 4, 16
 
 
-def slow_but(fast, kinds):
-    """The kinds as parameters, slow but for those in `fast`."""
-    return [kind if kind in fast else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
-
-
 def texts(model, T=T, seed=0):
     """(xt, x0) of 3 texts: about half of xt is masked, in each block something."""
     x0 = random_ids(model, 3, T, seed=seed)
@@ -48,7 +43,7 @@ def texts(model, T=T, seed=0):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", slow_but(FAST, DECODERS))
+@pytest.mark.parametrize("kind", tiers(DECODERS, FAST, DECODERS))
 @pytest.mark.parametrize("shift", [True, False])
 def test_a_block_sees_itself_and_the_clean_text_before_it(kind, shift, folder_of):
     """All blocks in one call are as each alone in the library, with a mask written out by hand."""
@@ -77,7 +72,7 @@ def test_a_block_sees_itself_and_the_clean_text_before_it(kind, shift, folder_of
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", slow_but(FAST, FULL))
+@pytest.mark.parametrize("kind", tiers(FULL, FAST, FULL))
 def test_blocks_of_one_token_are_the_decoder_as_it_was(kind, folder_of):
     """Weights that predicted the next token do so at once, but for the first one of a text."""
     model, _ = wrap(folder_of(kind), block_length=1)
@@ -90,7 +85,7 @@ def test_blocks_of_one_token_are_the_decoder_as_it_was(kind, folder_of):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", slow_but(FAST, DECODERS))
+@pytest.mark.parametrize("kind", tiers(DECODERS, FAST, DECODERS))
 @pytest.mark.parametrize("shift", [True, False])
 def test_the_cache_sees_what_training_sees(kind, shift, folder_of):
     """Of 4 T tokens too: then as in a window that holds the last ones alone."""
@@ -193,15 +188,17 @@ def test_nelbo_of_blocks_is_that_of_enumeration(folder_of):
 SOUNDS = {"cat": "meow", "a dog": "woof", "the old cow": "moo", "me": "i am a model"}
 
 
-@pytest.mark.parametrize(
-    "kind, more", [("llama", []), ("llama", [f"--block_length={S}"]), ("bert", [])]
-)
-def test_it_answers(kind, more, folder_of, tmp_path, capsys):
+ANSWERING = [("llama", ""), ("llama", f"--block_length={S}"), ("bert", "")]
+
+
+@pytest.mark.parametrize("kind, flag", tiers(ANSWERING, ANSWERING[1:2], ANSWERING[2:]))
+def test_it_answers(kind, flag, folder_of, tmp_path, capsys):
     """What it was tuned on, on whole windows and in blocks, and with the tokenizer's own [END]."""
     pairs = tmp_path / "qa.jsonl"
     rows = [json.dumps(dict(q=q, a=a)) + "\n" for q, a in SOUNDS.items()]
     pairs.write_text("".join(rows * 50))
-    argv = flags_of(folder_of(kind), pairs, tmp_path / "run", "--prompt_column=q", *more)
+    argv = flags_of(folder_of(kind), pairs, tmp_path / "run", "--prompt_column=q")
+    argv += [flag] * bool(flag)
     argv += ["--text_column=a", "--max_steps=150", "--batch_size=16", "--learning_rate=0.01"]
     argv += ["--block_size=24", "--optimizer=muon", "--muon_lr=0.05"]
     assert run_mdlm(*argv) == 0

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, tiers
 from nursery import starter
 from safetensors.torch import load_file, save_file
 from test_pretrained import (
@@ -19,7 +19,6 @@ from test_pretrained import (
     tokenizer_of,
     wrap,
 )
-from test_pretrained_blocks import slow_but
 from test_shards import assert_equal_losses, nursery, train
 
 import mdlm
@@ -47,7 +46,7 @@ def flags(folder, *more):
     return [f"--init_from={folder}", *SOME, *more]
 
 
-SHARDED = slow_but(["llama"], ["llama", "bert", "gpt2", "gemma3_text"])
+SHARDED = ["llama", "bert", "gpt2", "gemma3_text"]
 
 
 def are_close(a, b):
@@ -58,7 +57,7 @@ def are_close(a, b):
     return all(torch.allclose(a[n], b[n], atol=1e-4) for n in a if not n.endswith(zero))
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", tiers(SHARDED, slow=["llama", "bert"]))
 def test_ranks_train_a_network_as_one_does(kind, run, folder_of, tmp_path):
     """With --recompute in the decoders; the export of a sharded run is the library's."""
     argv = flags(folder_of(kind))
@@ -70,7 +69,7 @@ def test_ranks_train_a_network_as_one_does(kind, run, folder_of, tmp_path):
     assert_exported(kind, tmp_path / "two", tmp_path / "hf")
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", tiers(SHARDED, slow=["llama"]))
 def test_ranks_train_adapters_as_one_does(kind, run, folder_of, tmp_path):
     """--lora: the other weights are spread too, and checkpoints hold adapters alone."""
     pytest.importorskip("peft")
@@ -100,12 +99,14 @@ def go_back(out, copy):
     (copy / "latest").write_text("step-3")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [["--optimizer=muon", "--recompute"], ["--lora=2"]])
-def test_other_numbers_of_ranks_resume(more, run, folder_of, tmp_path):
+OTHER_RANKS = ["--optimizer=muon", "--lora=2"]
+
+
+@pytest.mark.parametrize("flag", tiers(OTHER_RANKS, slow=OTHER_RANKS[:1]))
+def test_other_numbers_of_ranks_resume(flag, run, folder_of, tmp_path):
     """What two ranks saved goes on on one, and what one saved on two, with and without --shard."""
     silent = dict(fault="muon_in_float32:silent")
-    argv = flags(folder_of("llama"), *more)
+    argv = flags(folder_of("llama"), flag, *["--recompute"] * ("muon" in flag))
     train(run, 0, tmp_path / "one", *argv, **silent)
     train(run, 2, tmp_path / "two", *argv, "--shard", **silent)
     for out, n, shard in (("two", 0, "--shard=0"), ("two", 1, "--shard"), ("one", 2, "--shard")):
@@ -190,7 +191,7 @@ def test_the_formula_counts_what_a_layer_keeps(kind, n):
     assert n_bytes == B * T * TINY[kind].kept(n)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(KINDS, ["bert", "gpt2", "gemma3_text"], ["llama"]))
 def test_parts_are_the_whole(kind, folder_of, tokenizer_of, tmp_path):
     """Filled layer by layer from one file or several, a network is that which the library loads.
     Its embedding may have more rows than the tokenizer has tokens (Qwen): [MASK] takes one."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved
+from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved, tiers
 from nursery import Nursery, Run, begin_ranks, has_logged, starter
 
 import mdlm
@@ -267,8 +267,7 @@ def test_fresh_process_resumes_to_the_bit(run, tmp_path, flags):
     resume_after_8_of_20(run, tmp_path, *flags)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", VARIANTS[:2])
+@pytest.mark.parametrize("flags", tiers(VARIANTS, slow=VARIANTS[:1]))
 def test_compiled_run_resumes_to_the_bit(run, tmp_path, flags):
     resume_after_8_of_20(run, tmp_path, "--compile=on", *flags)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run_mdlm, sign
+from conftest import ROOT, run_mdlm, sign, tiers
 from test_pretrained import (
     assert_resumes,
     flags_of,
@@ -191,9 +191,7 @@ def ran(tmp_path, monkeypatch):
     return ask
 
 
-@pytest.mark.parametrize(
-    "kind", ["masked", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("causal", "auto"))]
-)
+@pytest.mark.parametrize("kind", tiers(["masked", "causal", "auto"], ["masked"], ["causal"]))
 def test_trusted_code_trains_resumes_samples_and_leaves(
     kind, folder_of, runs, some_text, tmp_path, monkeypatch
 ):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Toy, chain_rule
+from conftest import ROOT, Toy, chain_rule, tiers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
@@ -613,11 +613,10 @@ def test_shipped_weights_fill_in_sixty_calls(say):
     assert d["text"] == "To be, or not to be"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "vocabulary, samples, settings",
-    [(65, 256, ["--order=one_shot"]), (50_257, 18, ["--order=confidence", "--steps=2"])],
-)
+MANY = [(65, 256, ["--order=one_shot"]), (50_257, 18, ["--order=confidence", "--steps=2"])]
+
+
+@pytest.mark.parametrize("vocabulary, samples, settings", tiers(MANY, slow=MANY[:1]))
 def test_memory_is_bounded_for_256_long_samples(vocabulary, samples, settings, tmp_path):
     """Peak of the whole program for 1,024 tokens each: all in one step, and by confidence.
 

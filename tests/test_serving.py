@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, TINY, run_mdlm
+from conftest import ROOT, TINY, run_mdlm, tiers
 
 import mdlm
 import sample
@@ -454,8 +454,7 @@ def test_a_slow_body_ends_and_connections_are_bounded(short_run):
         assert get(f"{found.url}/health").status_code == 200
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "blocks"])
+@pytest.mark.parametrize("kind", tiers(["whole", "blocks"], slow=["blocks"]))
 def test_load_gives_each_client_its_own_text(kind, short_run, blocks_run, capsys):
     run = dict(whole=short_run, blocks=blocks_run)[kind]
     flags = ["--mode=load", "--clients=16", "--seconds=10", f"--out_dir={run}"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, corpus_of, losses, read_log
+from conftest import ROOT, TINY, corpus_of, losses, read_log, tiers
 from nursery import Nursery, begin_ranks, free_port, starter
 from safetensors.torch import load_file, save_file
 
@@ -105,8 +105,7 @@ def test_shards_train_save_and_resume(run, tmp_path):
 ALIKE = ["--batch_size=24", "--max_steps=20", "--n_layer=3", "--n_embd=48", "--dropout=0"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", tiers(["adamw", "muon"], slow=["muon"]))
 def test_any_number_of_ranks_trains_alike(run, tmp_path, optimizer):
     flags = [*ALIKE, f"--optimizer={optimizer}"]
     train(run, 0, tmp_path / "0", *flags, fault="muon_in_float32:silent")
@@ -141,8 +140,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", tiers(list(NETWORKS), slow=["adaLN", "variant"]))
 def test_every_network_can_be_spread(run, tmp_path, name):
     """In float32 as without shards; in bfloat16, where other casts happen, nearly so."""
     flags = [*SAVED, *NETWORKS[name], "--optimizer=adamw", "--learning_rate=1e-3"]
@@ -179,8 +177,7 @@ def test_bfloat16_shards_agree_within_their_rounding(run, tmp_path):
     assert abs(a["val_nelbo"] - b["val_nelbo"]) < 2 * a["val_nelbo_se"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", tiers(["adamw", "muon"], slow=["muon"]))
 def test_fewer_ranks_resume_what_four_saved(run, tmp_path, optimizer):
     flags = [*SAVED, f"--optimizer={optimizer}"]
     train(run, 0, tmp_path / "whole", *flags, fault="muon_in_float32:silent")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -75,13 +76,11 @@ def check(qkv, grad, *args):
         assert error <= bound, f"{name}: error {error:.2e}, bound {bound:.2e}"
 
 
-SLOW = [(1, 32), (2, 64), (31, 32), (64, 64), (111, 32), (128, 64), (257, 32)]
+SLOW = [(1, 32), (2, 64), (31, 32), (64, 64), (111, 32), (128, 64)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("T", "D"), [(33, 64), *(pytest.param(*size, marks=pytest.mark.slow) for size in SLOW)]
-)
+@pytest.mark.parametrize(("T", "D"), tiers([(33, 64), *SLOW, (257, 32)], [(33, 64)], SLOW))
 def test_forward_and_every_gradient(T, D, dtype):
     qkv, grad, cos, sin = draw(2, T, 1 + (T < 64), D, dtype)
     check(qkv, grad)
@@ -116,11 +115,8 @@ def split(B, T, seed=0):
     ("T", "D", "dtype"),  # float32 has smaller tiles
     [
         *((70 if dtype == torch.float32 else 170, 32, dtype) for dtype in DTYPES),
-        *(
-            pytest.param(*size, dtype, marks=pytest.mark.slow)
-            for size in ((128, 64), (257, 32))
-            for dtype in DTYPES
-        ),
+        *(pytest.param(128, 64, dtype, marks=pytest.mark.slow) for dtype in DTYPES),
+        *(pytest.param(257, 32, dtype, marks=pytest.mark.long) for dtype in DTYPES),
     ],
 )
 def test_documents_see_themselves_alone(T, D, dtype):

@@ -257,7 +257,7 @@ def commands(mutation):
     emulate = dict(TRITON_INTERPRET="0", MDLM_TRITON="1")
     program = ("tests/ptx/cases.py", "--arch=90", f"--only={mutation.kind}", "--workers=1")
     return {
-        "interpreter": ((*pytest, "not slow"), interpret),
+        "interpreter": ((*pytest, "not slow and not long"), interpret),
         "emulator": (program, emulate),
         "emulator, slow": ((*program, "--slow"), emulate),
         "interpreter, slow": ((*pytest, "slow"), interpret),

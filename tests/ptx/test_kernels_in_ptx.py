@@ -161,7 +161,7 @@ def test_every_kind_of_call(arch):
         assert {case["described"] for case in compiled} <= executed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_order
 def test_what_orders_and_bounds_accesses_is_needed():
     """Barriers, waits, fences and bounds of the PTX, each taken away.

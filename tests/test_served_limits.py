@@ -289,6 +289,9 @@ def test_other_sites_are_kept_out_and_allowed_ones_let_in():
     for headers in (dict(origin="https://evil.example"), dict(host="evil.example")):
         r = client.post("/v1/completions", json={}, headers=headers)
         assert r.status_code == 403 and "access-control-allow-origin" not in r.headers
+    # Hosts are the same in any case.
     assert client.get("/health", headers=dict(host="LocalHost:8000")).status_code == 200
+    same = dict(origin="https://A.example")
+    assert client.post("/v1/completions", json={}, headers=same).status_code != 403
     r = client.post("/v1/completions", json={}, headers=dict(origin="https://a.example"))
     assert r.headers["access-control-allow-origin"] == "https://a.example"

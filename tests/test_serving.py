@@ -202,6 +202,10 @@ def test_infill_of_llama_cpp(server, short_run, alone):
         "content": answer["content"],
         "timings/predicted_n": answer["tokens_predicted"],
     }
+    everything = post(f"{server.url}/infill", json=body | dict(response_fields=[])).json()
+    assert everything.keys() == answer.keys()
+    ignored = dict(temperature=-1, top_k=-5, top_p="x", order="sideways", n_probs=5)
+    assert post(f"{server.url}/infill", json=body | ignored).json()["content"] == answer["content"]
     raw = post(f"{server.url}/infill", json=picks).text
     assert re.search(r'^\s*{.*"content"\s*:"', raw), "llama.vim ignores what does not match this"
     names = {f"timings/{what}_{unit}" for what in ("prompt", "predicted") for unit in UNITS}

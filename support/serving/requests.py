@@ -292,8 +292,8 @@ class OneText:
     choices = ()
 
 
-class Infill(OneText, Sampled):
-    """/infill of llama.cpp. Settings change nothing in a search, so that unknown ones are ignored:
+class Infill(OneText, Body):
+    """/infill of llama.cpp. Settings change nothing in a search, so that all others are ignored:
     editors send many, also about caches."""
 
     model_config = ConfigDict(extra="ignore")
@@ -302,13 +302,21 @@ class Infill(OneText, Sampled):
     prompt: str = ""  # what the text in the gap begins with, which is known
     max_tokens: between(int, -1, 1 << 31) = Field(-1, validation_alias="n_predict")
     t_max_predict_ms: between(float, -1e9, 1e9) = 0
+    seed: Seed = -1  # of the draws for a long gap
+    stop: Stops = []
+    stream: bool = False
     response_fields: list[str] = None
     kind: ClassVar = "gap"
-    cut: ClassVar = True
+    cut: ClassVar = True  # what is before and after the gap, instead of refusing it
+    n_likeliest: ClassVar = None
 
     @property
     def prompts(self):
         return [(self.input_prefix + self.prompt, self.input_suffix)]
+
+    @property
+    def settings(self):
+        return dict(seed=seed_of(self.seed))
 
     @property
     def seconds(self):

@@ -53,6 +53,7 @@ from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.infill.likelihood import chain_rule
 from nanomdlm.support.infill.model_calls import checked, device_of, group_size, to_context
 from nanomdlm.support.run import calibration, checkpoint, checkpoint_score, comparing, plots
+from nanomdlm.support.run import config as run_config
 from nanomdlm.support.run.checkpoint import default_run, read_state
 
 Temperature = Annotated[float, Bounds(0, 100)]
@@ -238,6 +239,14 @@ def check(given):
     return options
 
 
+def settings_of(run):
+    """The settings of a run as a dict; of a log without a checkpoint its name alone."""
+    newest = next(iter(checkpoint.checkpoints(Path(run))), None)
+    if newest is None:
+        return dict(seed=None, name=run)
+    return vars(run_config.read(mdlm.Config, newest))
+
+
 def compare(options):
     """--compare: (results, words, folder for pictures or None, pictures) of evaluations: the final
     ones in the logs of runs, or those in files of --json."""
@@ -246,6 +255,7 @@ def compare(options):
         r = comparing.compare(runs)
         return r, comparing.in_words(r), None, {}
     rows = []
+    settings = []
     for name in runs:
         key, val = plots.validations(plots.read_log(name))
         if not val:
@@ -255,11 +265,14 @@ def compare(options):
         row |= dict(se=last[f"{key}_se"], bpc=last["val_bpc"])
         row |= {k: last[k] for k in ("step", "tokens", "seconds")}
         rows.append(row | dict(ar_shifted=last.get("val_ar_shifted")))
+        settings.append(settings_of(name))
     words = plots.table([rows[0].keys(), *(row.values() for row in rows)], digits=4)
     words += "\nvalue: nats per token; compare only with the same text and tokenizer"
     words += "\nar: exact, with [END]"
+    groups = comparing.by_seed(rows, settings)
+    words += f"\n{comparing.seeds_in_words(groups)}"
     draw = {"compare.png": partial(plots.plot_losses, out_dirs=runs)}
-    return dict(runs=rows), words, Path(runs[0]), draw
+    return dict(runs=rows, seeds=groups), words, Path(runs[0]), draw
 
 
 def evaluation(options):

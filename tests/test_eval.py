@@ -304,6 +304,31 @@ def test_compare_shows_what_runs_logged(runs, tmp_path, capsys):
         assert (row["value"], row["se"], row["step"]) == (last[key], last[f"{key}_se"], 10)
         assert f"{row['value']:.4f}" in said
     assert (tmp_path / "compare.png").stat().st_size > 10_000
+    assert "one seed" in said
+
+
+def test_compare_pairs_seeds(runs, tmp_path, capsys):
+    """Groups of runs that differ in their seed alone: mean, spread, and paired differences."""
+    for name in ("mdlm", "ar"):
+        for seed, more in ((1, 0.1), (2, 0.3)):
+            copy = shutil.copytree(runs / name, tmp_path / f"{name}{seed}")
+            path = copy / "step-10" / "config.json"
+            config = json.loads(path.read_text())
+            config["config"] |= dict(seed=seed, out_dir=str(copy))
+            path.write_text(json.dumps(config))
+            log = copy / "log.jsonl"
+            lines = [json.loads(line) for line in log.read_text().splitlines()]
+            key = "val_nll" if name == "ar" else "val_nelbo"
+            lines[-1][key] = more + (seed == 2) * (0.05 if name == "ar" else 0)
+            log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = [tmp_path / f"{name}{seed}" for name in ("mdlm", "ar") for seed in (1, 2)]
+    flags = [f"--compare={','.join(map(str, names))}", "--json=-", "--pictures=none"]
+    assert evaluate(*flags) == 0
+    first, second = json.loads(capsys.readouterr().out)["seeds"]
+    assert first["seeds"] == [1, 2] and first["runs"] == [str(name) for name in names[:2]]
+    assert (first["mean"], first["spread"]) == pytest.approx((0.2, 0.02**0.5))
+    assert second["difference"] == pytest.approx(0.025)
+    assert second["se"] == pytest.approx(0.025)  # differences 0 and 0.05
 
 
 def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path):

@@ -179,7 +179,7 @@ class OtherRates(Variant):
         return Batch(self.view(xt, rows=rows), x0.flatten()[rows], weights, rows)
 
     def notes(self):
-        if is_bound(self.config):
-            return self.inner.notes()
-        note = "only the evaluations, not the training loss, bound the likelihood"
-        return [*self.inner.notes(), note]
+        notes = [*self.inner.notes(), f"the largest weight of a text is {self.weights.max():.1f}"]
+        if not is_bound(self.config):
+            notes.append("only the evaluations, not the training loss, bound the likelihood")
+        return notes

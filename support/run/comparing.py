@@ -1,9 +1,10 @@
-"""eval.py --compare=a.json,b.json: how much better one model is, window by window.
+"""eval.py --compare: how much better one model is, window by window; runs grouped by their seeds.
 
 Windows differ from one another much more than two models do. What makes a window hard for both
 cancels in the difference of their losses on it, so its error is much smaller than that of each.
 """
 
+import json
 import math
 
 import torch
@@ -111,6 +112,57 @@ def compare(paths):
         runs.append(row | dict(name=" against ".join(names)))
     windows = len(first["by_window"])
     return dict(first=paths[0], checkpoint=first["checkpoint"], windows=windows, runs=runs)
+
+
+# ---- Several seeds
+# Settings that do not tell two experiments apart.
+OF_ONE_RUN = ("seed", "out_dir", "resume", "overwrite", "tracker", "log_interval")
+
+
+def by_seed(rows, settings):
+    """Group runs whose settings differ in the seed alone: a list of dicts for JSON.
+
+    rows: of each run a dict with its name, `run`, and its `value` in nats per token
+    settings: the settings of each run, a dict
+
+    A group has `runs`, `seeds`, the `mean` of its values, and their standard deviation, `spread`.
+    From the second group on it has the `difference` to the first, paired by seed, and its `se`
+    over seeds, if both have at least two seeds in common.
+    """
+    groups = {}
+    for row, own in zip(rows, settings):
+        same = {name: value for name, value in own.items() if name not in OF_ONE_RUN}
+        groups.setdefault(json.dumps(same, sort_keys=True), {})[own["seed"]] = row
+    first = next(iter(groups.values()))
+    found = []
+    for group in groups.values():
+        values = torch.tensor([row["value"] for row in group.values()], dtype=torch.float64)
+        one = dict(runs=[row["run"] for row in group.values()], seeds=list(group))
+        one |= dict(mean=values.mean().item(), spread=None)
+        if len(group) > 1:
+            one["spread"] = values.std().item()
+        both = [seed for seed in group if seed in first]
+        if group is not first and len(both) > 1:
+            more = [group[seed]["value"] - first[seed]["value"] for seed in both]
+            more = torch.tensor(more, dtype=torch.float64)
+            one |= dict(difference=more.mean().item(), se=numerics.standard_error(more))
+        found.append(one)
+    return found
+
+
+def seeds_in_words(groups):
+    """The results of `by_seed` as lines of text."""
+    if all(group["spread"] is None for group in groups):
+        return "one seed of each: how far seeds differ is not known; train with other --seed too"
+    lines = ["", "runs that differ in the seed alone:"]
+    for group in groups:
+        spread = "" if group["spread"] is None else f", standard deviation {group['spread']:.4f}"
+        seeds = ", ".join(map(str, group["seeds"]))
+        lines.append(f"{', '.join(group['runs'])} (seeds {seeds}): {group['mean']:.4f}{spread}")
+        if "difference" in group:
+            difference = f"{group['difference']:+.4f} +- {group['se']:.4f}"
+            lines.append(f"    against the first group, paired by seed: {difference}")
+    return "\n".join(lines)
 
 
 def in_words(r):

@@ -17,6 +17,8 @@ from nanomdlm.support.run.log import read_lines
 
 # Colors that color-blind readers can distinguish (Okabe and Ito, 2008).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666")
+STYLES = ("-", "--", ":", "-.")
+LINES = [(color, style) for style in STYLES for color in COLORS]  # each run has one of its own
 BLUE, RED, GREEN, PURPLE, GRAY = COLORS
 # What programs draw into the folder of a run.
 PICTURES = ("loss.png", "confidence.png", "rates.png", "compare.png", "predictions.png")
@@ -168,8 +170,9 @@ def where_rates_open(log):
     return None
 
 
-def draw_losses(ax, x, log, color, label):
-    """Draw the losses of a log over "step" or "seconds"; returns those that must be visible."""
+def draw_losses(ax, x, log, color, style, label):
+    """Draw the losses of a log over "step" or "seconds"; returns those of its evaluations but the
+    first, and the smoothed ones of training."""
     batches = [r for r in log if r.get("loss") is not None]
     xs = [r[x] for r in batches]
     losses = [r["loss"] for r in batches]
@@ -185,10 +188,11 @@ def draw_losses(ax, x, log, color, label):
     if val:
         label += f": {key[4:].upper()} {val[-1][key]:.3f}"
     error = [2 * (r[f"{key}_se"] or 0) for r in val]  # about 95 % confidence
-    style = dict(fmt="o", ms=4, capsize=2, color=color, label=label)
-    ax.errorbar([r[x] for r in val], [r[key] for r in val], error, **style)
-    ax.plot([r[x] for r in trained], [r[key] for r in trained], lw=1.6, color=color)
-    return means[len(means) // 25 :] + [r[key] for r in trained]
+    bars = dict(fmt="o", ms=4, capsize=2, color=color, label="" if trained else label)
+    ax.errorbar([r[x] for r in val], [r[key] for r in val], error, **bars)
+    evaluated = [r[key] for r in trained]
+    ax.plot([r[x] for r in trained], evaluated, style, lw=1.6, color=color, label=label)
+    return evaluated, means[len(means) // 25 :]
 
 
 def plot_losses(path, out_dirs=(), names=()):
@@ -207,16 +211,18 @@ def plot_losses(path, out_dirs=(), names=()):
         entropy = read_json(Path(out_dirs[0]) / "data" / "meta.json", "data").get("entropy")
     shown = [entropy] if entropy else []
     for x, ax in zip(("step", "seconds"), axes[0]):
-        for name, log, color in zip(names or out_dirs, logs, itertools.cycle(COLORS)):
+        for name, log, line in zip(names or out_dirs, logs, itertools.cycle(LINES)):
             label = escaped(str(name)).replace("$", r"\$")  # matplotlib: $ begins a formula
-            shown += draw_losses(ax, x, log, color, label)
+            evaluated, means = draw_losses(ax, x, log, *line, label)
+            # Of several runs, the differences between evaluations must be visible.
+            shown += evaluated if several and evaluated else evaluated + means
         if entropy:
             ax.axhline(entropy, color=GRAY, lw=1, ls=":", label=f"entropy {entropy:.3f}")
         ax.set_xlabel(x)
     if shown:
         margin = max(0.05 * (max(shown) - min(shown)), 0.01)
         axes[0, 0].set_ylim(min(shown) - margin, max(shown) + margin)
-    axes[0, 0].set_ylabel("nats per token (pale: training batches)")
+    axes[0, 0].set_ylabel("nats per token (pale: training batches; bars: ±2 standard errors)")
     handles, words = axes[0, 0].get_legend_handles_labels()
     legend = dict(zip(words, handles))  # each of the words once
     fig.legend(legend.values(), legend, frameon=False, fontsize=9, loc="outside upper left")

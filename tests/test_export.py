@@ -143,25 +143,11 @@ def test_architectures_have_every_pair():
         assert {(row[a], row[b]) for row in ARCHITECTURES} == set(itertools.product(*values))
 
 
-@needs_transformers
-def test_transformers_gives_equal_logits_texts_and_ids(tmp_path, pydoc, library):
-    """Every pair of settings, every tokenizer with and without [END]; in a process of its own."""
-    root = tmp_path / "exports"
-    root.mkdir()
-    letters = sorted(set(pydoc[:5000]))
-    words = [" the", "the", "a", ",", "\n", " of", "text", "é", "##", "▁a"]
-    bpe = train_bpe([pydoc[:20_000]], 300)
+def save_architectures(tmp_path, root):
+    """Exports of every pair of settings, of documents, and of autoregressive models."""
     for pos, tie, conv, timed in ARCHITECTURES:
         out = tmp_path / f"{pos}-{tie}-{conv}"
         save(out, Tokenizer("byte"), pos=pos, tie=tie, conv=conv, time_conditioning=timed)
-        write(root, out.name, out)
-    for end in (False, True):
-        for kind, vocab in (("char", letters), ("word", words), ("bpe", bpe), ("id", 40)):
-            out = tmp_path / f"{kind}-{end}"
-            save(out, Tokenizer(kind, vocab, 7 if kind == "id" and end else end))
-            write(root, out.name, out)
-        out = tmp_path / f"file-{end}"
-        save(out, open_tokenizer(library, end))
         write(root, out.name, out)
     save(tmp_path / "end", Tokenizer("byte", None, True), time_conditioning=True)
     write(root, "documents", tmp_path / "end")
@@ -171,9 +157,36 @@ def test_transformers_gives_equal_logits_texts_and_ids(tmp_path, pydoc, library)
         tokenizer = Tokenizer("byte", None, pos == "sinusoidal")  # its [END] is a token like others
         save(out, tokenizer, objective="ar", pos=pos, tie=not tie, conv=conv)
         write(root, out.name, out)
+
+
+def save_tokenizers(tmp_path, root, pydoc, library):
+    """Exports with every tokenizer, with and without [END]."""
+    letters = sorted(set(pydoc[:5000]))
+    words = [" the", "the", "a", ",", "\n", " of", "text", "é", "##", "▁a"]
+    bpe = train_bpe([pydoc[:20_000]], 300)
+    for end in (False, True):
+        for kind, vocab in (("char", letters), ("word", words), ("bpe", bpe), ("id", 40)):
+            out = tmp_path / f"{kind}-{end}"
+            save(out, Tokenizer(kind, vocab, 7 if kind == "id" and end else end))
+            write(root, out.name, out)
+        out = tmp_path / f"file-{end}"
+        save(out, open_tokenizer(library, end))
+        write(root, out.name, out)
+
+
+@needs_transformers
+@pytest.mark.parametrize("what", tiers(["networks", "tokenizers"], ["networks"], ["tokenizers"]))
+def test_transformers_gives_equal_logits_texts_and_ids(what, tmp_path, pydoc, library):
+    """In a process of its own, without this project."""
+    root = tmp_path / "exports"
+    root.mkdir()
+    if what == "networks":
+        save_architectures(tmp_path, root)
+    else:
+        save_tokenizers(tmp_path, root, pydoc, library)
     r = run_client(root)
     assert r.returncode == 0, r.stderr[-3000:]
-    assert r.stdout.count("fine:") == len(list(root.glob("*.pt"))) == 21
+    assert r.stdout.count("fine:") == len(list(root.glob("*.pt"))) >= 10
 
 
 def test_card_says_what_the_log_says(tmp_path, text_file, capsys):

@@ -222,8 +222,10 @@ def test_first_token_of_a_gap_has_its_space(made, name):
         assert text == SENTENCE
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "word"])
-@pytest.mark.parametrize("template", ["The [___] of a █ class", "The █ of [___]"])
+@pytest.mark.parametrize(
+    "name, template",
+    [("llama", "The [___] of a █ class"), ("bert", "The █ of [___]"), ("word", "The █ of [___]")],
+)
 @pytest.mark.parametrize("end", [False, True])
 def test_ranked_fills_show_no_space_that_no_id_has(made, name, template, end):
     """Also where every length puts the gap elsewhere, and the model prefers other tokens."""

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import run_mdlm, saved
+from conftest import run_mdlm, saved, tiers
 from test_pretrained import (
     assert_exported,
     assert_resumes,
@@ -41,7 +41,7 @@ def runs(folder_of, some_text, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(KINDS, ["llama", "bert"]))
 def test_only_adapters_are_trained_and_saved(kind, runs, folder_of):
     model, _, config = mdlm.load(runs(kind))
     assert (config.optimizer, config.lora) == ("adamw", 2)
@@ -74,7 +74,7 @@ def test_nothing_changes_before_the_first_step(folder_of, some_text, tmp_path):
     assert first[0]["val_nelbo"] == pytest.approx(first[1]["val_nelbo"], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("kind", tiers(["bert", "llama"], ["llama"]))
 def test_a_run_resumes_to_the_bit(kind, runs, folder_of, some_text, tmp_path, monkeypatch):
     argv = flags_of(folder_of(kind), some_text, tmp_path / "cut", *MORE)
     assert_resumes(argv, runs(kind), monkeypatch)
@@ -91,7 +91,7 @@ def test_the_frozen_weights_are_in_memory_once(folder_of, some_text, tmp_path, m
         assert one.data_ptr() == two.data_ptr()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers(KINDS, ["llama"], ["bert"]))
 def test_export_merges_the_adapters(kind, runs, some_text, tmp_path):
     """The library alone has the logits of the run, and a run can begin with it."""
     theirs, _ = assert_exported(kind, runs(kind), tmp_path / "hf")

@@ -555,6 +555,7 @@ def test_two_ranks_resume_what_one_began(run, tmp_path):
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_and_resumes(run, nursery, tmp_path):
     """The same command begins the run, goes on after a rank was killed, and finds it ended."""
     out = tmp_path / "o"

@@ -631,8 +631,7 @@ def learned(asks, text_file, tmp_path):
     return [f"--data={path}", "--prompt_column=q"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("asks", tiers([False, True], slow=[True]))
 def test_compiled_blocks_train_alike(text_file, tmp_path, asks):
     data = learned(asks, text_file, tmp_path)
     flags = [*data, *TINY, "--block_length=8", "--infill_share=0.5", "--max_steps=6"]

@@ -314,7 +314,7 @@ torch.save((x, trainer.model.eval()(x).logits.detach()), "my-model-tuned.pt")
     assert torch.allclose(own, logits[..., : own.shape[-1]], atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not find_spec("diffusers"), reason="no diffusers")
 def test_llada2_pipeline_writes_with_the_shipped_weights(tmp_path):
     assert (

@@ -199,7 +199,7 @@ def test_networks_of_others_write(kind, adapted):
     assert write(asked, prompt, max_gen_toks=8) == whole[len(prompt) :]
 
 
-@pytest.mark.parametrize("kind", tiers(KINDS, slow=["llama"]))
+@pytest.mark.parametrize("kind", tiers(KINDS))
 def test_networks_of_others_are_scored_by_one_command(kind, adapted, run, tmp_path):
     flags = ["--model=mdlm", f"--model_args=out_dir={adapted(kind)}", f"--include_path={run}"]
     flags += ["--tasks=mdlm_choice,mdlm_write", f"--output_path={tmp_path}/r"]

@@ -109,7 +109,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("kind, size, unit", tiers(LARGE, slow=LARGE[:2]))
+@pytest.mark.parametrize("kind, size, unit", tiers(LARGE, slow=LARGE[:1]))
 def test_large_files_train_in_bounded_memory(tmp_path, kind, size, unit):
     with open(tmp_path / "t", "wb") as f:
         for _ in range(100):

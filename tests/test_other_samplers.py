@@ -115,7 +115,7 @@ def masked_texts(tokenizer, mask_id):
     return x0, xt
 
 
-@pytest.mark.parametrize("name", tiers(list(NETWORKS), [SHIFTED], ["encoder"]))
+@pytest.mark.parametrize("name", tiers(list(NETWORKS), [SHIFTED]))
 def test_each_convention_reads_our_logits_and_fills_a_text(name, exports):
     """With the hook of the card at a token's own place; as loaded, by the convention of the run."""
     run, folder = exports(name)
@@ -186,7 +186,7 @@ def test_padding_on_the_left_moves_learned_positions(kind, pads_move, folder_of)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("diffusers"), reason="no diffusers")
-@pytest.mark.parametrize("name", tiers(list(NETWORKS), slow=[SHIFTED, "encoder"]))
+@pytest.mark.parametrize("name", tiers(list(NETWORKS), slow=[SHIFTED]))
 def test_llada2_pipeline_fills_a_text(name, exports):
     from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 

@@ -191,7 +191,7 @@ def ran(tmp_path, monkeypatch):
     return ask
 
 
-@pytest.mark.parametrize("kind", tiers(["masked", "causal", "auto"], ["masked"], ["causal"]))
+@pytest.mark.parametrize("kind", tiers(["masked", "causal", "auto"], ["masked"]))
 def test_trusted_code_trains_resumes_samples_and_leaves(
     kind, folder_of, runs, some_text, tmp_path, monkeypatch
 ):
@@ -218,7 +218,7 @@ def test_trusted_code_trains_resumes_samples_and_leaves(
     with torch.no_grad():
         torch.save((ids, model(view_of(ids))), tmp_path / "wanted")
     assert (tmp_path / "hf" / "modeling_tiny.py").exists()
-    if kind != "masked":  # slow
+    if kind != "masked":  # takes long
         in_another_process(AUTO[kind], tmp_path)
     again = flags_of(tmp_path / "hf", some_text, tmp_path / "again", TRUST, "--max_steps=1")
     assert run_mdlm(*again) == 0

@@ -375,15 +375,16 @@ def to_correct(settings, chunk, s, filled, noise):
     if not is_turn.any():
         return torch.zeros_like(filled)
     filled = filled & is_turn[:, None]
+    spacing = min(settings.spacing, filled.shape[1])  # no two are further apart
     if settings.redraw == "low_confidence":
         doubt = (chunk.doubt + 1e-9 * noise).masked_fill(~filled, -math.inf)
-        peak = F.max_pool1d(doubt[:, None], 2 * settings.spacing - 1, 1, settings.spacing - 1)[:, 0]
+        peak = F.max_pool1d(doubt[:, None], 2 * spacing - 1, 1, spacing - 1)[:, 0]
         return filled & (doubt == peak)
-    sweep = (c.clamp(min=0) // settings.spacing)[:, None]
-    turns = torch.arange(settings.spacing, device=c.device)
+    sweep = (c.clamp(min=0) // spacing)[:, None]
+    turns = torch.arange(spacing, device=c.device)
     turns = turns[reversed_bits(turns).argsort()]  # far from the last turn
-    index = chunk.index + (chunk.u.gather(1, 1 + sweep) * settings.spacing).long()
-    return filled & (index % settings.spacing == turns[c % settings.spacing][:, None])
+    index = chunk.index + (chunk.u.gather(1, 1 + sweep) * spacing).long()
+    return filled & (index % spacing == turns[c % spacing][:, None])
 
 
 def places(allowed, x):

@@ -133,8 +133,9 @@ def sampler(model, tokenizer, settings):
     return sample.Writer(model, tokenizer, resolved)
 
 
-def listen(options):
-    """A socket that listens; UserError if the address cannot be used."""
+def bind(options):
+    """A socket of the address, which is taken before the model is loaded; UserError if it cannot
+    be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     if os.name != "nt":
@@ -142,11 +143,16 @@ def listen(options):
     try:
         sock.bind((options.host, options.port))
     except OSError as e:
-        where = f"{options.host}:{options.port}"
-        fix = "give another --port (0: any that is free) or --host"
-        raise UserError(f"{where} cannot be listened on ({e.strerror or e}); {fix}") from None
+        refuse(options, e)
     sock.setblocking(False)
     return sock
+
+
+def refuse(options, e):
+    """Raise UserError: the address cannot be used, as the OSError `e` says."""
+    where = f"{options.host}:{options.port}"
+    fix = "give another --port (0: any that is free) or --host"
+    raise UserError(f"{where} cannot be listened on ({e.strerror or e}); {fix}") from None
 
 
 async def serve(server, options, sock):
@@ -167,6 +173,10 @@ async def serve(server, options, sock):
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
     host = uvicorn.Server(config)
+    try:
+        sock.listen(config.backlog)  # another program may have begun to, since it was bound
+    except OSError as e:
+        refuse(options, e)
     stop = asyncio.Event()
     running = asyncio.ensure_future(host.serve([sock]))
     while not host.started and not running.done():
@@ -213,7 +223,7 @@ def main(argv):
     options = Options(**parse_settings(Options, argv, __doc__, groups=Options.__bases__))
     options.api_key = options.api_key or os.environ.get(KEY, "")
     check(options)
-    sock = listen(options)
+    sock = bind(options)
     writer, name, folders, config, device = load(options)
     checkpoint_score.introduce(folders, options.out_dir)
     parts = products.serving()

@@ -222,6 +222,19 @@ def test_first_token_of_a_gap_has_its_space(made, name):
         assert text == SENTENCE
 
 
+@pytest.mark.parametrize("name", ["llama", "bert", "word"])
+def test_several_gaps_between_words_are_filled(made, name):
+    """A text whose last space belongs to the next token may stand before a gap that is hidden
+    while the lengths of another one are compared."""
+    known = made(name)
+    V, T = known.vocab_size, 24
+    logits = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
+    model = Toy(lambda xt: logits.expand(len(xt), T, V), V, T)
+    model.parameters = lambda: iter([torch.zeros(1)])
+    found = sample.search(model, known, "The [___] of a [___].", top=3, max_gap=3, limit=60)
+    assert found and all(one.text.startswith("The ") for one in found)
+
+
 @pytest.mark.parametrize(
     "name, template",
     [("llama", "The [___] of a █ class"), ("bert", "The █ of [___]"), ("word", "The █ of [___]")],

@@ -41,6 +41,7 @@ def refused(client, path="/v1/completions", status=400, headers=(), **body):
         dict(prompt="the", regex="(" * 65_000),
         dict(prompt="the", regex="[[[[\\" * 13_000),
         dict(prompt="the", regex="a" * 70_000),
+        dict(prompt="the", regex=""),
         dict(infill="[___:" + "[" * 65_000),
         dict(infill="[___:a{1}]b" * 60_000),
         dict(infill="".join(f"[___:a{{{i}}}]b" for i in range(1, 99))),
@@ -55,6 +56,30 @@ def test_what_is_too_much_is_refused_at_once(body):
     r = client.post("/v1/completions", json=body)
     assert r.status_code in (400, 422), r.text
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict(prompt="the", max_tokens=20, spacing=1 << 31, redraw="low_confidence"),
+        dict(prompt="the", max_tokens=20, spacing=1 << 31, redraw="sweep"),
+        dict(infill="[___]".join("the cat sat on"), max_tokens=2),
+        dict(infill=" ".join(["[___|a|he|the]"] * 12), max_tokens=3),
+    ],
+    ids=["spacing", "sweep", "gaps", "lists"],
+)
+def test_what_is_allowed_delays_no_other_client(body):
+    """Between two network calls little is computed, whatever a field says."""
+    if "[___|" in body.get("infill", ""):
+        pytest.importorskip("outlines_core")
+    client = client_of(block_size=64, time_limit=4.0)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, "/v1/completions", json=body)
+        while not asked.done():
+            began = time.monotonic()
+            ask(client, prompt="the", max_tokens=1, steps=1)
+            assert time.monotonic() - began < 3
+        assert asked.result().status_code in (200, 503), asked.result().text
 
 
 def test_patterns_are_built_only_for_texts_that_fit(monkeypatch):

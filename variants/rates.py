@@ -1,4 +1,4 @@
-"""Other distributions of mask rates, masks and weights, for comparison.
+"""Other distributions of mask rates, masks and weights than those of mdlm.py (`mask_counts`).
 
 The loss remains a bound if each count l has a probability P(l) > 0 and its text the weight
 1 / (T P(l)). With a clipped range (BERT: 15 %) or uniform weights, it is not a bound.

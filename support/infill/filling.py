@@ -13,6 +13,7 @@ much to fill for a search, a sampler draws some fills, which are then ranked.
 """
 
 import functools
+import heapq
 import itertools
 import math
 import time
@@ -45,6 +46,7 @@ N_LENGTHS = 3  # lengths that are searched, of all those that one call compares
 LONG = 24  # tokens to fill beyond which a sampler draws the fills
 DRAWS = 8  # fills that it draws
 REACH = 8  # tokens of text after the last gap that compare lengths
+MOST_SHAPES = 64  # combinations of the lengths of several gaps that are kept, the likeliest
 
 
 class Candidate(NamedTuple):
@@ -130,7 +132,7 @@ class Filling:
         segments = encode_segments(segments, tokenizer)
         check_lengths(segments, max_gap)
         is_endless = segments[-1] == Gap() and not abilities.knows_lengths(model)
-        shapes = likely_shapes(
+        shapes, is_cut = likely_shapes(
             self.model, tokenizer, segments, max_gap, is_endless, self.count, deadline
         )
         if self.is_late():
@@ -140,6 +142,7 @@ class Filling:
             draws = functools.partial(self.draw, draw)
         frames = [frame_of(self.model, tokenizer, shape, is_endless, draws) for shape in shapes]
         self.is_drawn = any(frame.is_drawn for frame in frames)
+        self.is_whole = not (self.is_drawn or is_cut)
         self.compares_lengths = len(frames) > 1 or frames[0].is_joint
         if len(frames) > 1 and not frames[0].is_joint:
             for frame, logp in zip(frames, after_given_before(self.model, frames, self.count)):
@@ -172,7 +175,7 @@ class Filling:
             self.raise_why()
         made = Candidates(map(self.candidate, fills))
         best = fills[0].frame
-        made.proven = self.search.is_proven and not self.is_drawn
+        made.proven = self.search.is_proven and self.is_whole
         made.excluded = self.search.excluded[best]
         made.rest = self.search.rest(best)
         made.bound = self.search.bound
@@ -216,7 +219,8 @@ class Filling:
 
 # ---- Lengths
 def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadline):
-    """The likeliest shapes, the best first: lists of segments whose gaps have known lengths.
+    """(the likeliest shapes, the best first: lists of segments whose gaps have known lengths;
+    whether combinations of lists were left out, because there are too many).
 
     Each gap's lengths are scored with the others of a usual length; scores of several gaps add up.
     is_endless: the last gap, of any length, is at the end of the text. deadline: time.monotonic()
@@ -243,6 +247,7 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadli
     listed = [k for k, i in enumerate(options) if segments[i].spelled]
     n_listed = math.prod(len(options[i]) for i in options if segments[i].spelled)
     combined = {(): 0.0}  # lengths of the gaps so far -> score
+    is_cut = False
     for i, lengths in options.items():
         scores = dict.fromkeys(lengths, 0.0)
         if n_options > n_listed * n_kept:
@@ -255,6 +260,10 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadli
             for m in scores
             if sum(before) + m <= room
         }
+        if len(combined) > MOST_SHAPES:
+            best = heapq.nsmallest(MOST_SHAPES, combined, key=lambda m: (-combined[m], m))
+            combined = {lengths: combined[lengths] for lengths in best}
+            is_cut = is_cut or bool(listed)
     if not combined:
         raise UserError(f"no fill leaves room for the whole text in {L} tokens; shorten it")
     shapes = []
@@ -270,7 +279,7 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadli
         if is_endless:
             shape[-1] = Gap(max(1, min(max_gap, L - total(shape[:-1]))))
         shapes.append(shape)
-    return shapes
+    return shapes, is_cut
 
 
 def scores_of(model, tokenizer, known, gap, lengths, is_refined, count, deadline):
@@ -301,11 +310,7 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count, deadline
         likely = [*shapes]
     searches = []
     for m in likely:
-        others = [
-            hidden(model, one) if one.is_gap and i != number else one
-            for i, one in enumerate(shapes[m])
-        ]
-        frame = frame_of(model, tokenizer, others, False, None)
+        frame = frame_of(model, tokenizer, hidden(model, shapes[m], number), False, None)
         frame.after = frame.after[:REACH]
         searches.append(search.Search([frame], 1))
     # Enough for one fill of each, and some more.
@@ -317,9 +322,16 @@ def scores_of(model, tokenizer, known, gap, lengths, is_refined, count, deadline
     }
 
 
-def hidden(model, gap):
-    """Text that is hidden from the network, instead of a gap of known length."""
-    return Text("", [model.mask_id] * gap.size)
+def hidden(model, segments, number):
+    """The segments with text that is hidden from the network in place of all gaps but one."""
+    made = []
+    for i, segment in enumerate(segments):
+        if segment.is_gap and i != number:
+            segment = Text("", [model.mask_id] * segment.size)
+        elif not segment.is_gap:  # hidden text has no token that could begin with its space
+            segment = Text(segment, segment.ids, segment.lends_space and i + 1 == number)
+        made.append(segment)
+    return made
 
 
 def ended(model, tokenizer, segments):

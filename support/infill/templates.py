@@ -2,7 +2,7 @@
 
 [MASK] means the same as █, and so does _ if the model's vocabulary has no such character.
 \\[MASK] stands for the text [MASK] itself. The fills of [___:REGEX] and [███:REGEX] must match a
-regular expression, that of [___|yes|no] is one of a list (constraint.py).
+regular expression, that of [___|yes|no] is one of a list (support/constrain/).
 
 In the code, a template is a list of segments, each a Text (given) or a Gap. A Text is tokenized as
 in the middle of a whole text, after the text that precedes it

@@ -46,8 +46,8 @@ def write_checkpoint(out_dir, name, contents, score=None):
     """Write `contents` as out_dir/name; keep it and the one before it.
 
     contents: dict of file name -> bytes, or the Path of a file that is moved there. score: of the
-    model, for the manifest (scores.py). Returns the path of the checkpoint. Whenever the process is
-    killed, the last complete checkpoint still exists.
+    model, for the manifest (checkpoint_score.py). Returns the path of the checkpoint. Whenever the
+    process is killed, the last complete checkpoint still exists.
     """
     final = Path(out_dir) / name
     with files.writing(final):

@@ -198,7 +198,7 @@ class Completion(OpenAI):
     max_tokens: Natural = None
     echo: bool = False
     logprobs: between(int, 0, 32) | Literal[False] = False
-    regex: str = None
+    regex: Annotated[str, StringConstraints(min_length=1)] = None
     choices: Annotated[list[str], Field(min_length=1, max_length=256)] = []
     best_of: Literal[1] = 1
     DEFAULT_TOKENS: ClassVar = 16

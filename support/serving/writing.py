@@ -19,6 +19,7 @@ from nanomdlm.support.errors import TooLong, UserError
 from nanomdlm.support.infill import templates
 from nanomdlm.support.infill.probabilities import score, token_logprobs
 from nanomdlm.support.infill.templates import Gap, one_of, to_ids, to_texts
+from nanomdlm.support.serving import answers
 from nanomdlm.support.serving.answers import Text, begins_of
 from nanomdlm.support.serving.requests import Refused
 from nanomdlm.support.serving.watching import show, show_fills
@@ -248,6 +249,7 @@ class Writer:
                     break
             for row, (ids, drawn) in enumerate(zip(rows.x.tolist(), rows.drawn)):
                 text, shape = self.text_of(segments, ids, job)
+                text.tokens = self.tokens_shown(segments, ids, job, text)
                 self.add_logprobs(writer, text, job, shape, ids, drawn)
                 tell(first + row, text, True)
                 texts.append(text)
@@ -265,6 +267,18 @@ class Writer:
         parts = to_texts(shape, ids[: begin + n], self.tokenizer) if n else []
         parts = parts or [(str(segment), False) for segment in given]
         return Text(parts, n, is_ended), shape
+
+    def tokens_shown(self, segments, ids, job, text):
+        """The tokens that were written of a Text, up to the one that completes a text of `stop`:
+        a stream does not wait for more."""
+        if not answers.show(text, job).stop:
+            return text.tokens
+        begin = sum(segment.size for segment in segments if not segment.is_gap)
+
+        def is_stopped(n):
+            return bool(answers.show(self.text_of(segments, ids[: begin + n], job)[0], job).stop)
+
+        return 1 + bisect.bisect_left(range(1, text.tokens), True, key=is_stopped)
 
     def add_logprobs(self, writer, text, job, segments, ids, drawn):
         """Add the log-probabilities of its tokens to a Text of these ids.

@@ -11,6 +11,7 @@ from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import checkpoint
 
 FILE = "network.json"  # in checkpoints
+CONTEXT = 512  # tokens that a model sees which was not trained here, if it has as many positions
 # What suits weights that are trained already (docs/pretrained.md), and what an architecture that is
 # not ours.
 FINE_TUNING = dict(optimizer="muon", learning_rate=3e-4, muon_lr=0.01, weight_decay=0.01)
@@ -65,11 +66,22 @@ def open_network(config, folder=None):
 
     in_parts = bool(config.shard)
     is_trusted = config.trust_remote_code
-    if folder:
+    if folder and not checkpoint.is_foreign(folder):
         return network.read(folder / FILE, is_trusted).open_checkpoint(folder, in_parts)
     source = dict(init_from=config.init_from) if config.init_from else dict(network=config.network)
     found = find_network(source | dict(trust_remote_code=is_trusted))
     return found.open(in_parts, is_base=bool(config.lora))
+
+
+def config_of(new, folder):
+    """The Config of a model of the transformers library as it is: a decoder predicts the next
+    token, an encoder masked ones. new(given): the Config of a run with these flags."""
+    found = find_network(dict(init_from=str(folder)))
+    given = dict(init_from=str(folder), data="", device="cpu")
+    if found.is_decoder:
+        given |= dict(objective="ar", document_length="predicted")
+    positions = getattr(found.config, "max_position_embeddings", CONTEXT) - found.first_position
+    return new(given | dict(block_size=min(CONTEXT, positions)))
 
 
 def implied(given, settings):

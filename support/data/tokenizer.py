@@ -365,10 +365,14 @@ def tokenizer_from_json(path, *described):
 
 
 def tokenizer_of(folder):
-    """The Tokenizer of a checkpoint, or of an export of our own network by export.py --to=hf."""
+    """The Tokenizer of a checkpoint, of an export by export.py --to=hf, or of another model."""
     path = folder / "tokenizer.json"
-    tokenizer = tokenizer_from_json(path)
     kind = read_json(folder / "config.json", "config").get("model_type")
+    if kind not in (None, "mdlm"):
+        specials = open_tokenizer(path, False).special_ids()
+        ends = any(name in specials for name in END_TOKENS)
+        return open_tokenizer(path, ends and not {"[MASK]", "<mask>"} & {*specials})
+    tokenizer = tokenizer_from_json(path)
     if kind != "mdlm" or tokenizer.kind != "file":
         return tokenizer
     content = read_json(path, "tokenizer")

@@ -110,6 +110,12 @@ def logits_at(model, xt, row, at, device):
     return logits
 
 
+def is_large(model):
+    """Whether a network that sees no later token is a pretrained one: it computes no more than the
+    text up to there, in about as many fewer seconds."""
+    return abilities.is_causal(model) and hasattr(model, "network")
+
+
 def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
     """Return the logits (n, V) of the n positions to draw.
 
@@ -122,13 +128,13 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
         sees only what the cache does not hold yet
     memo: a Memo, useful for many draws of short gaps
 
-    As in training, the model always sees a whole context: shorter texts are padded with [MASK] or
-    [END], and of longer texts it sees the last tokens up to the end of `at`.
+    As in training, the model sees a whole context (see is_large): shorter texts are padded with
+    [MASK] or [END], and of longer texts it sees the last tokens up to the end of `at`.
     """
     L = model.config.block_size
     # A cache holds all rows, so none is left out.
     rows = slice(None) if cache is not None else drawn.any(1)
-    window = slice(max(0, at.stop - L), max(L, at.stop))
+    window = slice(max(0, at.stop - L), at.stop if is_large(model) else max(L, at.stop))
     if cache:
         window = slice(cache.follow(at.start), at.start + cache.S)
     n = window.stop - window.start
@@ -158,8 +164,10 @@ def next_logits(model, x, row, at):
 
     x: (B, L) ids; row, at: (n,) the row and the position i of each.
     """
+    if abilities.is_causal(model) and len(at):  # it sees no later token
+        x = x[:, : 1 + int(at.max())]
     xt = x[row]
-    if not abilities.is_causal(model):  # autoregressive models see no later token anyway
+    if not abilities.is_causal(model):
         later = torch.arange(x.shape[1], device=x.device) >= at[:, None]
         xt = xt.masked_fill(later & model.objective.scored_mask(xt), model.mask_id)
     return logits_at(model, xt, torch.arange(len(row), device=x.device), at, x.device)

@@ -31,6 +31,7 @@ from nanomdlm.support.networks.model import Pretrained
 
 FORMAT = "mdlm-network"
 MASKS = ("[MASK]", "<mask>", "<|mask|>")  # tokens that stand for a hidden one, in encoders
+BETWEEN = "<|endoftext|>"  # between the texts of which many decoders learned
 MASKED, EMBEDDING, CAUSAL = "masked", "embedding", "causal"  # kinds of heads
 CLASSES = dict(masked="AutoModelForMaskedLM", causal="AutoModelForCausalLM", embedding="AutoModel")
 # Settings that say in which layers a token sees a window, as attention_masks reads them.
@@ -45,6 +46,7 @@ class Network:
     config: object  # the library's; from `fit` on with a row for [MASK]
     head: str  # a key of CLASSES. embedding: an encoder whose head is its embedding
     mask_id: int | None = None  # None until `fit` is told the tokenizer
+    begin_id: int | None = None  # what the library put before a text, if anything
     code: remote_code.Code | None = None  # with its classes; None: they are the library's
     chat: ChatTemplate | None = None  # of its tokenizer
     tokenizer: dict = field(default_factory=dict)  # KEPT of tokenizer_config.json
@@ -99,6 +101,9 @@ class Network:
         for name, id in config.to_dict().items():  # of another vocabulary
             if name.endswith("_token_id") and isinstance(id, int) and id >= V:
                 setattr(config, name, None)
+        specials = tokenizer.special_ids()
+        begins = [specials[n] for n in (BETWEEN, self.tokenizer.get("bos_token")) if n in specials]
+        self.begin_id = begins[0] if begins else None
         tokenizer.mask_id = self.mask_id
         tokenizer.chat = self.chat
         if self.chat:
@@ -262,7 +267,9 @@ class Network:
             rows = t[:V].mean(0).expand(shape[0] - len(t), *t.shape[1:])
             t = torch.cat((t, rows))
         if name == model.embedding_name and self.mask_id == V:
-            t[V] = t[:V].mean(0)
+            # A text that is predicted from left to right begins after this token.
+            is_begin = model.config.objective == "ar" and self.begin_id is not None
+            t[V] = t[self.begin_id] if is_begin else t[:V].mean(0)
         return t
 
     # ---- In checkpoints

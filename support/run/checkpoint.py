@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 
-from nanomdlm.support.cli import environment, files
+from nanomdlm.support.cli import environment, files, hub
 from nanomdlm.support.cli.files import STEP, read_latest
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.data.tokenizer import Tokenizer
@@ -189,16 +189,17 @@ def find_checkpoint(path):
 
 
 def read_newest(path, read):
-    """(folder, read(folder)) of the newest intact checkpoint of a run, or of `path` itself.
+    """(folder, read(folder)) of the newest intact checkpoint of a run, or of `path` itself, which
+    may also be a model of the transformers library, or the name of one (hub.local).
 
     A run may be training there: if it replaces or removes a checkpoint that is being read, the
     newest one is looked for again. UserError if there is none, or if read(folder) raises one.
     """
-    path = Path(path).expanduser()
+    path = hub.local(path)
     if (path / "manifest.json").exists():
         verify(path)
         return path, read(path)
-    if is_export(path):
+    if is_export(path) or is_foreign(path):
         return path, read(path)
     while True:
         with contextlib.suppress(Changed):
@@ -252,10 +253,10 @@ def identity(folder):
 
 
 def check_source(name):
-    """Raise UserError for an --init_from that does not exist: nothing is loaded from a hub."""
+    """Raise UserError for an --init_from that does not exist."""
     if not Path(name).exists():
-        fix = "give the folder of a run or of a model: hf download NAME --local-dir FOLDER"
-        raise UserError(f"--init_from={name} is not a folder; nothing is loaded from a hub; {fix}")
+        fix = "give the folder of a run or of a model, FILE.gguf, or OWNER/NAME of a hub"
+        raise UserError(f"--init_from={name} does not exist; {fix}")
 
 
 SHIPPED = Path(__file__).parent.parent.parent / "weights" / "shakespeare"
@@ -407,6 +408,8 @@ def read_weights(folder, model):
     """The weights of a checkpoint or an export, with the names and shapes of the model's."""
     path = folder / "model.safetensors"
     expected = model.state_dict()
+    if is_foreign(folder):  # the library has read them
+        return expected
     kinds = ("F32", "BF16", "F16")
     if not is_export(folder):
         return read_tensors(path, expected, kinds)

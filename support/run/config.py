@@ -9,7 +9,7 @@ import functools
 import os
 from pathlib import Path
 
-from nanomdlm.support.cli import devices, networks, settings
+from nanomdlm.support.cli import devices, hub, networks, settings
 from nanomdlm.support.cli.settings import NO_LIMIT
 from nanomdlm.support.data import patterns, sources
 from nanomdlm.support.data.tokenizer import KINDS
@@ -50,6 +50,8 @@ def describe(Config, doc):
 
 def new(Config, given):
     """The Config of a new run: the given flags, over its preset and what they imply."""
+    if given.get("init_from"):
+        given = given | dict(init_from=str(hub.local(given["init_from"])))
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = devices.default_preset(given.get("device", "auto"))
@@ -104,7 +106,9 @@ def choose_end(config, given, before):
 
 # ---- Checkpoints, and runs that are resumed
 def read(Config, folder):
-    """The Config of a checkpoint; it trusts no code."""
+    """The Config of a checkpoint, or of a model of the transformers library; it trusts no code."""
+    if checkpoint.is_foreign(folder):
+        return networks.config_of(lambda given: new(Config, given), folder)
     path = folder / "config.json"
     values = checkpoint.read_settings(path, settings.types_of(Config))
     config = Config(**values | {"trust_remote_code": False})

@@ -335,7 +335,11 @@ def calibrate(options):
         with open_data("", folder, tokenizer, config, device) as (corpus, _):
             known = [ids.cpu().numpy() for ids in corpus.ids.values()]
             some = windows[:: len(windows) // 8 or 1].cpu().numpy()
-            is_own = any(has_window(ids, window) for ids in known for window in some)
+            middles = [middle_of(window, tokenizer.end_id) for window in some]
+            found = sum(any(occurs(ids, middle) for ids in known) for middle in middles)
+            # Short texts occur anywhere: of these, most must be known.
+            are_long = min(len(tokenizer.decode(middle.tolist())) for middle in middles) >= 40
+            is_own = found > 0 if are_long else 2 * found > len(middles)
     except (OSError, UserError) as e:
         terminal.warn(f"{e}: cannot check whether {folder} was trained on {path}")
     if is_own:
@@ -350,9 +354,16 @@ def calibrate(options):
     return r, f"{folder}: temperature {temperature}, fitted to {source}", None, {}
 
 
-def has_window(ids, window):
-    """Whether the middle of a window (T,) of tokens occurs in an array of ids."""
-    middle = window[len(window) // 4 :][:64]
+def middle_of(window, end_id):
+    """The middle of a window (T,) of tokens, without the [END]s that fill it up."""
+    n = len(window)
+    while n > 1 and window[n - 1] == window[n - 2] == end_id:
+        n -= 1
+    return window[:n][n // 4 :][:64]
+
+
+def occurs(ids, middle):
+    """Whether some tokens (n,) occur in an array of ids."""
     places = np.flatnonzero(ids[: len(ids) - len(middle) + 1] == middle[0])
     for i, id in enumerate(middle):
         places = places[ids[places + i] == id]

@@ -2,7 +2,9 @@
 
 import json
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from conftest import Toy, read_log, run_mdlm, saved, tiny_flags
@@ -12,17 +14,18 @@ import mdlm
 import sample
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data import sources
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.ensemble import Ensemble
 from nanomdlm.support.run import calibration, checkpoint
 
 
-@pytest.mark.parametrize("truth", [0.8, 1.0, 1.25, 1.6])
+@pytest.mark.parametrize("truth", [0.4, 0.8, 1.25, 2.5])
 def test_the_fit_finds_the_temperature(world, truth):
     """Of texts drawn from a known distribution, and a network that is too sure of it, or not."""
     g = torch.Generator().manual_seed(1)
     windows = world.x[torch.multinomial(world.p, 4000, True, generator=g)]
     model = Toy(lambda xt: truth * world.exact(xt), world.V, world.T)
-    assert calibration.fit(model, windows) == pytest.approx(truth, abs=0.04)
+    assert calibration.fit(model, windows) == pytest.approx(truth, rel=0.04)
 
 
 def test_likelihoods_use_it_and_the_network_does_not(short_run):
@@ -99,3 +102,55 @@ def test_a_run_holds_text_back_and_calibrates_its_checkpoints(text_file, tmp_pat
     assert "calibration_share" in capsys.readouterr().err
     assert run_mdlm(*flags, "--overwrite", "--calibration_share=0.00001") == 2
     assert "calibration_share" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory):
+    """(a run that learned short prompts with answers, which [END]s fill up; their file)"""
+    folder = tmp_path_factory.mktemp("answering")
+    r = random.Random(1)
+    asked = ["".join(r.choices("abcdefgh", k=6)) for _ in range(300)]
+    rows = [json.dumps(dict(q=q, a=f"xyz{q[0]}{q[0]}z")) + "\n" for q in asked]
+    (folder / "qa.jsonl").write_text("".join(rows))
+    flags = ["--prompt_column=q", "--text_column=a", "--block_size=48", "--max_steps=2"]
+    flags = tiny_flags(f"--data={folder}/qa.jsonl", f"--out_dir={folder}/run", *flags)
+    assert run_mdlm(*flags) == 0
+    return folder / "run", folder / "qa.jsonl"
+
+
+def test_a_prompt_is_held_back_with_its_answer(answering):
+    out, _ = answering
+    _, tokenizer, config = mdlm.load(out)
+    ids = sources.of_config(out / "data", config)
+    for share in (0.1, 0.1006, 0.25, 0.333):
+        kept, held = sources.hold_back(ids, share, config.block_size, True)
+        for part in (kept.arrays[0], held.arrays[1]):
+            assert (part == tokenizer.end_id).sum() % 2 == 0 and part[-1] == tokenizer.end_id
+        assert len(kept.arrays[0]) + len(held.arrays[1]) == len(ids.arrays[0])
+    one = np.arange(200) % 9  # one document, which no part may cut
+    one[one == tokenizer.end_id] = 0
+    one[-1] = tokenizer.end_id
+    with pytest.raises(UserError, match="calibration_share"):
+        sources.hold_back(ids._replace(arrays=[one, one]), 0.25, 48)
+
+
+def test_texts_that_fill_no_window_are_known_as_the_run_s_own(answering, tmp_path, capsys):
+    out, own = answering
+    flags = [f"--out_dir={out}", "--windows=16", "--passes=2"]
+    assert entry.run(eval.main, [*flags, f"--calibrate={own}"]) == 2
+    assert "learned" in capsys.readouterr().err
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(dict(q=q * 4, a="zyx")) + "\n" for q in "abcdefgh" * 9))
+    assert entry.run(eval.main, [*flags, f"--calibrate={other}"]) == 0
+
+
+def test_short_windows_that_occur_anywhere_are_not_the_run_s_own(tmp_path):
+    r = random.Random(2)
+    words = ["".join(r.choices("aeinost", k=r.randint(2, 6))) for _ in range(60)]
+    for name, n in (("learned", 9000), ("new", 2000)):
+        (tmp_path / name).write_text(" ".join(r.choices(words, k=n)))
+    flags = tiny_flags(f"--data={tmp_path}/learned", f"--out_dir={tmp_path}/run", "--max_steps=1")
+    assert run_mdlm(*[f for f in flags if "block" not in f], "--block_size=14") == 0
+    flags = [f"--out_dir={tmp_path}/run", "--windows=16", "--passes=2"]
+    assert entry.run(eval.main, [*flags, f"--calibrate={tmp_path}/new"]) == 0
+    assert entry.run(eval.main, [*flags, f"--calibrate={tmp_path}/learned"]) == 2

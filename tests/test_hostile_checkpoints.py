@@ -272,6 +272,8 @@ def change_config(run, changes):
     "changes, word",
     [
         (dict(n_layer=10**9), "config"),
+        (dict(conv=10**7), "config"),
+        (dict(pos="learned", block_size=10**7), "config"),
         (dict(n_layer=3), "config"),
         (dict(n_layer=1024, n_embd=1 << 16, n_head=1024), "config"),
         (dict(block_size=8192, pos="learned"), "config"),

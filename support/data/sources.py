@@ -195,13 +195,17 @@ def of_config(folder, config):
     return open_ids(folder, config.block_size, config.vocab_size, end_id, config.bin_dtype)
 
 
-def hold_back(ids, share, T):
-    """(the Ids without the last part of the training text, the Ids with it for validation)."""
+def hold_back(ids, share, T, has_prompts=False):
+    """(the Ids without the last part of the training text, the Ids with it for validation).
+
+    has_prompts: documents are prompts and answers in turns; a pair is never separated
+    """
     train, val = ids.arrays
     n = int(len(train) * (1 - share))
     end_id = ids.tokenizer.end_id
     if end_id is not None:  # whole documents
-        n = 1 + int(np.flatnonzero(train[:n] == end_id)[-1])
+        ends = 1 + np.flatnonzero(train == end_id)[has_prompts :: 1 + has_prompts]
+        n = int(ends[ends <= n].max(initial=0))
     elif ids.meta.get("aligned"):
         n -= n % T
     if min(n, len(train) - n) < T:

@@ -18,7 +18,9 @@ from nanomdlm.support.cli import progress
 from nanomdlm.support.infill.model_calls import checked, group_size
 from nanomdlm.support.run.evaluation import eval_mode, stratified_counts
 
-GRID = [0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0]  # temperatures that `fit` compares
+# Temperatures that `fit` compares. A network that has hardly learned may need a very low one.
+GRID = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0]
+GRID += [2.5, 3.0, 4.0, 5.0]
 
 
 # ---- Using it

@@ -344,7 +344,9 @@ def check_size(folder, config, tokenizer, network):
         network.fit(tokenizer)  # its sizes were compared when it was opened
         return
     path = folder / "model.safetensors"
-    least = config.n_embd * (8 * config.n_layer * config.n_embd + tokenizer.vocab_size)
+    rows = tokenizer.vocab_size + config.n_layer * config.conv
+    rows += config.block_size if config.pos == "learned" else 0
+    least = config.n_embd * (8 * config.n_layer * config.n_embd + rows)
     if path.stat().st_size < 2 * least:  # a number has 2 or 4 bytes
         raise UserError(f"{path} does not fit its config: it is too small; train again")
 

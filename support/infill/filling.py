@@ -27,6 +27,7 @@ from nanomdlm.support.cli.python_arguments import check_tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import search
 from nanomdlm.support.infill.filters import Filter, drawable
+from nanomdlm.support.infill.from_left import FromLeft
 from nanomdlm.support.infill.lengths import score_lengths
 from nanomdlm.support.infill.model_calls import call_size, device_of, groups, next_logp
 from nanomdlm.support.infill.templates import (
@@ -132,6 +133,11 @@ class Filling:
         segments = encode_segments(segments, tokenizer)
         check_lengths(segments, max_gap)
         is_endless = segments[-1] == Gap() and not abilities.knows_lengths(model)
+        if not is_endless and is_from_left(model, segments):
+            frames = frames_of_lengths(self.model, tokenizer, segments, max_gap)
+            self.is_drawn, self.is_whole, self.compares_lengths = False, True, True
+            self.search = FromLeft(frames, n)
+            return
         shapes, is_cut = likely_shapes(
             self.model, tokenizer, segments, max_gap, is_endless, self.count, deadline
         )
@@ -218,6 +224,26 @@ class Filling:
 
 
 # ---- Lengths
+def is_from_left(model, segments):
+    """Whether the search of from_left.py fills these segments: one gap of unknown length."""
+    gaps = [segment for segment in segments if segment.is_gap]
+    return abilities.is_causal(model) and len(gaps) == 1 and gaps[0].is_open
+
+
+def frames_of_lengths(model, tokenizer, segments, max_gap):
+    """A search.Frame for each length of the only gap."""
+    if segments[-1].is_open:
+        segments = ended(model, tokenizer, segments)
+    (i,) = [i for i, segment in enumerate(segments) if segment.is_gap]
+    room = model.config.block_size - total(one for one in segments if not one.is_gap)
+    lengths = [length for length in segments[i].lengths(max_gap) if length <= room]
+    if not lengths:
+        what = f"no fill leaves room for the whole text in {model.config.block_size} tokens"
+        raise UserError(f"{what}; shorten it")
+    shapes = ([*segments[:i], segments[i].of_length(m), *segments[i + 1 :]] for m in lengths)
+    return [frame_of(model, tokenizer, shape, False, None) for shape in shapes]
+
+
 def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadline):
     """(the likeliest shapes, the best first: lists of segments whose gaps have known lengths;
     whether combinations of lists were left out, because there are too many).

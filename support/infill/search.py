@@ -47,6 +47,7 @@ class Node(NamedTuple):
     losses: tuple = ()  # -log p of each of the path
     least: float = 0.0  # no child that is not made yet costs less: the bound
     skip: int = 0  # how many of its likeliest children are made
+    regret: float = 0.0  # nats more than the likeliest token at each position (from_left.py)
 
     @property
     def rank(self):
@@ -130,7 +131,11 @@ class Search:
         self.passed = math.inf  # the least cost of what was given up
         self.excluded = [0.0] * len(frames)
         self.sequences = 0
-        for number, frame in enumerate(frames):
+        self.begin()
+
+    def begin(self):
+        """Start with a Frame in which nothing is filled, each."""
+        for number, frame in enumerate(self.frames):
             root = Node(number, frame.start, (OPEN,) * len(frame.open), least=frame.start)
             if frame.is_complete(root.fill):
                 self.offer(root)

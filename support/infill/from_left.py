@@ -1,0 +1,89 @@
+"""The search for fills of a gap of unknown length by a model that predicts from left to right.
+
+One sequence, the text up to a partial fill and what follows the gap, says two things: how likely
+each next token of the fill is, and how likely the text after the gap is if the fill ends here. So
+fills of all lengths share their beginnings, and each sequence completes a fill. The list is by
+
+    log p(gap, after | before)
+
+exact for each fill that was met. Partial fills are tried in the order of their regret, nats by
+which they are less likely than the likeliest token at each of their positions: first the one that
+the model would write, then what differs from it least, each to its end.
+"""
+
+import math
+
+from nanomdlm.support.infill.search import OPEN, WIDTH, Node, Search
+
+
+class FromLeft(Search):
+    """The search for the likeliest fills of Frames that differ in the length of their only gap.
+
+    A Node holds the ids up to where it was filled; its frame is the longest.
+    """
+
+    def begin(self):
+        self.by_length = {len(frame.open): i for i, frame in enumerate(self.frames)}
+        self.most = max(self.by_length)
+        self.longest = self.by_length[self.most]
+        frame = self.frames[self.longest]
+        first, last = (frame.open[0], frame.open[-1] + 1) if frame.open else frame.gaps
+        self.before = frame.x[:first]
+        self.after = frame.x[last : frame.size]
+        self.push(Node(self.longest, 0.0, ()))
+
+    def entry(self, node):
+        order = (-len(node.fill), node.least) if self.is_deepest_first else (node.regret,)
+        return order, node.frame, node.path, node.skip, node
+
+    def ask_about(self, node):
+        self.sequences += 1
+        x = [*self.before, *node.fill, *self.after]
+        begin = len(self.before) + len(node.fill)
+        places = range(begin, begin + max(1, len(self.after)))
+        x += x[:1] * (len(self.frames[self.longest].x) + 1 - len(x))  # they are not seen
+        return self, node, x[: len(self.frames[self.longest].x)], [*places]
+
+    def expand(self, node, places, logp):
+        k = len(node.fill)
+        if k in self.by_length and not node.skip:  # the fill ends here
+            after = sum(logp[i, id].item() for i, id in enumerate(self.after))
+            cost = node.cost - after
+            self.offer(node._replace(frame=self.by_length[k], cost=cost, least=cost))
+        if k == self.most:
+            return
+        allowed = self.allowed(node.fill)
+        losses, ids = (-logp[0]).masked_fill(~allowed, math.inf).sort(stable=True)
+        stop = min(int((losses < math.inf).sum()), node.skip + WIDTH)
+        for i in range(node.skip, stop):
+            loss = losses[i].item()
+            child = Node(
+                self.longest,
+                node.cost + loss,
+                (*node.fill, ids[i].item()),
+                (*node.path, (k, ids[i].item())),
+                (*node.losses, loss),
+                node.cost + loss,
+                regret=node.regret + loss - losses[0].item(),
+            )
+            if child.rank > self.worst:  # so are all others
+                self.passed = min(self.passed, child.cost)
+                return
+            self.push(child)
+        if stop < int((losses < math.inf).sum()):
+            least = node.cost + losses[stop].item()
+            regret = node.regret + losses[stop].item() - losses[0].item()
+            self.push(node._replace(least=least, skip=stop, regret=regret))
+
+    def allowed(self, fill):
+        """(V,) bool: the ids after which some fill that is longer may match."""
+        k = len(fill)
+        allowed = None
+        for length, number in self.by_length.items():
+            if length > k:
+                filter = self.frames[number].filter
+                more = filter.allowed((*fill, *[OPEN] * (length - k)), k)
+                allowed = more if allowed is None else allowed | more
+                if not (filter.must_match or filter.only):  # that of all lengths
+                    break
+        return allowed

@@ -70,7 +70,7 @@ class Core:
     out_dir: Writes = "out"  # folder for checkpoints, log.jsonl and loss.png
     resume: bool | Literal["auto"] = False  # continue the run in out_dir; auto: if there is one
     overwrite: bool = False  # replace the run in out_dir by a new one
-    init_from: Reads = ""  # fine-tune this run, checkpoint, or Hugging Face model folder
+    init_from: Reads = ""  # fine-tune this run, checkpoint, or Hugging Face model (folder or name)
     preset: Literal["auto", "cpu", "gpu", "gpt2"] = "auto"  # size of the model, length of the run
     max_steps: Count = 5000  # stop after this many optimizer steps
     time_limit: Amount = 0.0  # stop after this many seconds in total (0: no limit)

@@ -348,6 +348,21 @@ def test_models_that_do_not_see_what_follows_choose_good_lengths(settings, monke
     assert same >= 5, same
 
 
+@pytest.mark.parametrize(
+    "text", ["abc[___:[ab]{1,2}]", "abca[___:b?]", "[___:[ab]{3,5}]", "abca[___|b|]"]
+)
+def test_a_gap_may_end_where_the_context_does(text):
+    """Of an autoregressive model whose context has five tokens."""
+    pytest.importorskip("outlines_core")
+    model = JOINT["autoregressive"](block_size=5)
+    tokenizer = Tokenizer("char", LETTERS)
+    found = sample.search(model, tokenizer, text, top=3, max_gap=5, limit=500)
+    for one in found:
+        x = torch.tensor([tokenizer.encode(one.text)])
+        wanted = chain_rule(model, x)[0, text.index("[") :].sum().item()
+        assert one.logp == pytest.approx(wanted, abs=1e-5)
+
+
 def test_several_gaps_of_unknown_length_are_one_search():
     model = network(5)
     tokenizer = Tokenizer("char", LETTERS)

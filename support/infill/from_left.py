@@ -28,9 +28,17 @@ class FromLeft(Search):
         self.longest = self.by_length[self.most]
         frame = self.frames[self.longest]
         first, last = (frame.open[0], frame.open[-1] + 1) if frame.open else frame.gaps
+        self.L = len(frame.x)
         self.before = frame.x[:first]
         self.after = frame.x[last : frame.size]
-        self.push(Node(self.longest, 0.0, ()))
+        self.go_on_with(Node(self.longest, 0.0, ()))
+
+    def go_on_with(self, node):
+        """Add a Node to the queue, or take it as it is if the network has nothing to say of it."""
+        if len(node.fill) == self.most and not self.after:
+            self.offer(node)
+        else:
+            self.push(node)
 
     def entry(self, node):
         order = (-len(node.fill), node.least) if self.is_deepest_first else (node.regret,)
@@ -41,8 +49,8 @@ class FromLeft(Search):
         x = [*self.before, *node.fill, *self.after]
         begin = len(self.before) + len(node.fill)
         places = range(begin, begin + max(1, len(self.after)))
-        x += x[:1] * (len(self.frames[self.longest].x) + 1 - len(x))  # they are not seen
-        return self, node, x[: len(self.frames[self.longest].x)], [*places]
+        x += [0] * (self.L - len(x))  # not seen
+        return self, node, x[: self.L], [*places]
 
     def expand(self, node, places, logp):
         k = len(node.fill)
@@ -69,7 +77,7 @@ class FromLeft(Search):
             if child.rank > self.worst:  # so are all others
                 self.passed = min(self.passed, child.cost)
                 return
-            self.push(child)
+            self.go_on_with(child)
         if stop < int((losses < math.inf).sum()):
             least = node.cost + losses[stop].item()
             regret = node.regret + losses[stop].item() - losses[0].item()

@@ -4,7 +4,7 @@ One sequence, the text up to a partial fill and what follows the gap, says two t
 each next token of the fill is, and how likely the text after the gap is if the fill ends here. So
 fills of all lengths share their beginnings, and each sequence completes a fill. The list is by
 
-    log p(gap, after | before)
+    log p(gap, the next REACH tokens | before)
 
 exact for each fill that was met. Partial fills are tried in the order of their regret, nats by
 which they are less likely than the likeliest token at each of their positions: first the one that
@@ -14,6 +14,9 @@ the model would write, then what differs from it least, each to its end.
 import math
 
 from nanomdlm.support.infill.search import OPEN, WIDTH, Node, Search
+
+
+REACH = 64  # tokens of text after the gap that rank its fills
 
 
 class FromLeft(Search):
@@ -30,7 +33,7 @@ class FromLeft(Search):
         first, last = (frame.open[0], frame.open[-1] + 1) if frame.open else frame.gaps
         self.L = len(frame.x)
         self.before = frame.x[:first]
-        self.after = frame.x[last : frame.size]
+        self.after = frame.x[last : frame.size][:REACH]
         self.go_on_with(Node(self.longest, 0.0, ()))
 
     def go_on_with(self, node):

@@ -15,7 +15,6 @@ import math
 
 from nanomdlm.support.infill.search import OPEN, WIDTH, Node, Search
 
-
 REACH = 64  # tokens of text after the gap that rank its fills
 
 

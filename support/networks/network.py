@@ -46,7 +46,6 @@ class Network:
     config: object  # the library's; from `fit` on with a row for [MASK]
     head: str  # a key of CLASSES. embedding: an encoder whose head is its embedding
     mask_id: int | None = None  # None until `fit` is told the tokenizer
-    begin_id: int | None = None  # what the library put before a text, if anything
     code: remote_code.Code | None = None  # with its classes; None: they are the library's
     chat: ChatTemplate | None = None  # of its tokenizer
     tokenizer: dict = field(default_factory=dict)  # KEPT of tokenizer_config.json
@@ -55,6 +54,7 @@ class Network:
     folder: Path | None = None  # of the weights that a run begins with; None: random ones
     find_weight: object = None  # (names in the library, shape) -> tensor; None: random ones
     adapted: Pretrained | None = None  # with --lora: the first one built; others share its weights
+    begin_id: int | None = None  # of the token before a text, once `fit` is told the tokenizer
 
     @property
     def auto_class(self):

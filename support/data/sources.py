@@ -239,7 +239,7 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
         raise UserError(f"{folder} is damaged: its data do not match their checksum; {fix}")
     n = min(map(len, arrays))
     if tokenizer.end_id is None and n < T:
-        what = f"a part of {folder} has {n} tokens, fewer than --block_size={T}"
+        what = f"a part of the data has {n} tokens, fewer than --block_size={T}"
         raise UserError(f"{what}; give more text or a smaller block")
     if meta.get("aligned", T) != T:
         what = f"{folder} has patterns of {meta['aligned']} tokens, which windows of {T} would cut"

@@ -94,7 +94,8 @@ def test_json_keeps_the_true_text(hostile, capsys):
 
 
 def test_sentences_about_mistakes_are_escaped_too(capsys, tmp_path):
-    assert_one_sentence(train(capsys, f"--data=\x1b[2J\u202e{tmp_path}"), "--data=\\x1b[2J\\u202e")
+    flags = [f"--data=\x1b[2J\u202e{tmp_path}", f"--out_dir={tmp_path}/out"]
+    assert_one_sentence(train(capsys, *flags), "--data=\\x1b[2J\\u202e")
 
 
 # --------------------------------------------------------------------------------------------------

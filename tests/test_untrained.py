@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,10 +13,11 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_mdlm
 from test_pretrained import flags_of, folder_of, native, random_ids, some_text, tokenizer_of
 
 import eval
+import export
 import mdlm
 import sample
 from nanomdlm.support.cli import entry, hub
@@ -87,6 +89,33 @@ def test_programs_take_its_folder(folder_of, some_text, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["text"].startswith("the")
     assert entry.run(eval.main, [out, f"--data={some_text}", "--windows=2", "--json=-"]) == 0
     assert json.loads(capsys.readouterr().out)["nll"] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("objective", ["mdlm", "ar"])
+def test_an_export_of_ours_predicts_as_its_run(objective, folder_of, some_text, tmp_path):
+    """A decoder that became a diffusion model is none any more."""
+    flags = flags_of(folder_of("llama"), some_text, tmp_path / "run", "--max_steps=2")
+    with torch.enable_grad():
+        assert run_mdlm(*flags, f"--objective={objective}", "--learning_rate=0.01") == 0
+    argv = [f"--out_dir={tmp_path / 'run'}", f"--dest={tmp_path / 'hf'}"]
+    assert entry.run(export.main, argv) == 0
+    run, _, before = mdlm.load(tmp_path / "run")
+    model, _, config = mdlm.load(tmp_path / "hf")
+    assert (config.objective, config.shift) == (before.objective, before.shift)
+    ids = random_ids(run, 2, 12)
+    ids[:, ::3] = run.mask_id if objective == "mdlm" else 5
+    known = [i for i in range(run.vocab_size) if i != model.mask_id]
+    assert torch.allclose(model(ids)[..., known], run(ids)[..., known], atol=1e-5, rtol=1e-5)
+
+
+def test_a_forged_config_builds_nothing(folder_of, tmp_path):
+    for name, value in (("num_hidden_layers", 10**6), ("max_position_embeddings", 0)):
+        folder = shutil.copytree(folder_of("llama"), tmp_path / name)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {name: value}))
+        with pytest.raises(UserError, match=r"config\.json"):
+            mdlm.load(folder)
 
 
 # ---- By name

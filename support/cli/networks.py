@@ -75,12 +75,18 @@ def open_network(config, folder=None):
 
 def config_of(new, folder):
     """The Config of a model of the transformers library as it is: a decoder predicts the next
-    token, an encoder masked ones. new(given): the Config of a run with these flags."""
+    token, an encoder masked ones, and an export of ours what it was trained for.
+
+    new(given): the Config of a run with these flags.
+    """
     found = find_network(dict(init_from=str(folder)))
     given = dict(init_from=str(folder), data="", device="cpu")
-    if found.is_decoder:
+    is_diffusion = files.read_json(folder / "config.json", "network").get("is_causal") is False
+    if found.is_decoder and not is_diffusion:
         given |= dict(objective="ar", document_length="predicted")
     positions = getattr(found.config, "max_position_embeddings", CONTEXT) - found.first_position
+    if positions < 1:
+        raise UserError(f"{folder / 'config.json'} has no positions for a text; give another model")
     return new(given | dict(block_size=min(CONTEXT, positions)))
 
 

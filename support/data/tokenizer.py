@@ -367,11 +367,17 @@ def tokenizer_from_json(path, *described):
 def tokenizer_of(folder):
     """The Tokenizer of a checkpoint, of an export by export.py --to=hf, or of another model."""
     path = folder / "tokenizer.json"
-    kind = read_json(folder / "config.json", "config").get("model_type")
+    config = read_json(folder / "config.json", "config")
+    kind = config.get("model_type")
     if kind not in (None, "mdlm"):
-        specials = open_tokenizer(path, False).special_ids()
-        ends = any(name in specials for name in END_TOKENS)
-        return open_tokenizer(path, ends and not {"[MASK]", "<mask>"} & {*specials})
+        tokenizer = open_tokenizer(path, False)
+        specials = tokenizer.special_ids()
+        end = next((specials[name] for name in END_TOKENS if name in specials), None)
+        if "mdlm_shift" in config:  # an export of ours says it
+            end = config.get("eos_token_id") if config.get("is_causal") else None
+        elif {"[MASK]", "<mask>"} & {*specials}:  # an encoder, which ends no texts
+            end = None
+        return tokenizer if end is None else Tokenizer(tokenizer.kind, tokenizer.vocab, end)
     tokenizer = tokenizer_from_json(path)
     if kind != "mdlm" or tokenizer.kind != "file":
         return tokenizer

@@ -167,6 +167,9 @@ class Network:
     def check_weights(self, folder, prefix=None):
         """The WeightFiles of a folder, which have the shapes of this network; it is tried too."""
         stored = weights.WeightFiles(folder)
+        if self.config.num_hidden_layers > len(stored.paths):  # before they are made
+            what = f"config.json says {self.config.num_hidden_layers} layers"
+            raise UserError(f"{folder} has {len(stored.paths)} tensors, but {what}")
         with torch.device("meta"):
             stored.check_shapes(self.make_body(), prefix)
         self.try_out()

@@ -83,6 +83,24 @@ def test_an_encoder_predicts_as_the_library_does(folder_of):
     assert len(sample.search(model, tokenizer, "the ██ of it", top=3, limit=60)) == 3
 
 
+def test_a_decoder_is_scored_document_by_document(decoder, folder_of, tmp_path, capsys):
+    """Each with the [END] after it, and without what fills a window up."""
+    _, tokenizer, theirs = decoder
+    texts = [f"the name {i} of it" for i in range(40)]
+    rows = [json.dumps(dict(text=text)) + "\n" for text in texts]
+    (tmp_path / "texts.jsonl").write_text("".join(rows))
+    flags = [f"--out_dir={folder_of('llama')}", f"--data={tmp_path}/texts.jsonl", "--json=-"]
+    assert entry.run(eval.main, [*flags, "--pictures=none"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    total = n = 0
+    for text in texts[-len(found["tokens_by_window"]) :]:
+        ids = [*tokenizer.encode(text), tokenizer.end_id]
+        logp = next_logits(theirs, torch.tensor([ids])).double().log_softmax(-1)[0]
+        total -= logp[torch.arange(len(ids)), torch.tensor(ids)].sum().item()
+        n += len(ids)
+    assert found["nll"] == pytest.approx(total / n, abs=1e-3)
+
+
 def test_programs_take_its_folder(folder_of, some_text, tmp_path, capsys):
     out = f"--out_dir={folder_of('llama')}"
     assert entry.run(sample.main, [out, "--infill=the █ of it", "--json=-"]) == 0

@@ -83,7 +83,7 @@ def config_of(new, folder):
     given = dict(init_from=str(folder), data="", device="cpu")
     is_diffusion = files.read_json(folder / "config.json", "network").get("is_causal") is False
     if found.is_decoder and not is_diffusion:
-        given |= dict(objective="ar", document_length="predicted")
+        given |= dict(objective="ar")
     positions = getattr(found.config, "max_position_embeddings", CONTEXT) - found.first_position
     if positions < 1:
         raise UserError(f"{folder / 'config.json'} has no positions for a text; give another model")

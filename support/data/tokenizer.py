@@ -27,6 +27,7 @@ SAMPLE = 100 << 20  # characters of training text that words and BPE learn from
 MANY = 1000  # different characters, more than a few scripts have
 TRIED = 1 << 20  # characters of training text with which a file is tried
 # Special tokens that end a document in files of the tokenizers library, unless --end names one.
+MASKS = ("[MASK]", "<mask>", "<|mask|>")  # tokens that stand for a hidden one, in encoders
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "[END]")
 
 
@@ -375,7 +376,7 @@ def tokenizer_of(folder):
         end = next((specials[name] for name in END_TOKENS if name in specials), None)
         if "mdlm_shift" in config:  # an export of ours says it
             end = config.get("eos_token_id") if config.get("is_causal") else None
-        elif {"[MASK]", "<mask>"} & {*specials}:  # an encoder, which ends no texts
+        elif {*MASKS} & {*specials}:  # an encoder, which ends no texts
             end = None
         return tokenizer if end is None else Tokenizer(tokenizer.kind, tokenizer.vocab, end)
     tokenizer = tokenizer_from_json(path)

@@ -24,13 +24,12 @@ from nanomdlm.support.cli import files
 from nanomdlm.support.cli.networks import FILE
 from nanomdlm.support.data.chat import ChatTemplate
 from nanomdlm.support.data.sources import slices_of
-from nanomdlm.support.data.tokenizer import describe
+from nanomdlm.support.data.tokenizer import MASKS, describe
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.networks import attention_masks, explain, library, lora, remote_code, weights
 from nanomdlm.support.networks.model import Pretrained
 
 FORMAT = "mdlm-network"
-MASKS = ("[MASK]", "<mask>", "<|mask|>")  # tokens that stand for a hidden one, in encoders
 BETWEEN = "<|endoftext|>"  # between the texts of which many decoders learned
 MASKED, EMBEDDING, CAUSAL = "masked", "embedding", "causal"  # kinds of heads
 CLASSES = dict(masked="AutoModelForMaskedLM", causal="AutoModelForCausalLM", embedding="AutoModel")
@@ -103,6 +102,8 @@ class Network:
                 setattr(config, name, None)
         specials = tokenizer.special_ids()
         begins = [specials[n] for n in (BETWEEN, self.tokenizer.get("bos_token")) if n in specials]
+        if config.bos_token_id in specials.values():  # else a default of the library
+            begins.append(config.bos_token_id)
         self.begin_id = begins[0] if begins else None
         tokenizer.mask_id = self.mask_id
         tokenizer.chat = self.chat

@@ -102,7 +102,7 @@ class Network:
                 setattr(config, name, None)
         specials = tokenizer.special_ids()
         begins = [specials[n] for n in (BETWEEN, self.tokenizer.get("bos_token")) if n in specials]
-        if getattr(config, "bos_token_id", None) in specials.values():  # else a default of the library
+        if getattr(config, "bos_token_id", None) in specials.values():  # else it is a default
             begins.append(config.bos_token_id)
         self.begin_id = begins[0] if begins else None
         tokenizer.mask_id = self.mask_id

@@ -11,9 +11,7 @@ which they are less likely than the likeliest token at each of their positions: 
 the model would write, then what differs from it least, each to its end.
 """
 
-import math
-
-from nanomdlm.support.infill.search import OPEN, WIDTH, Node, Search
+from nanomdlm.support.infill.search import OPEN, Node, Search
 
 REACH = 64  # tokens of text after the gap that rank its fills
 
@@ -33,17 +31,19 @@ class FromLeft(Search):
         self.L = len(frame.x)
         self.before = frame.x[:first]
         self.after = frame.x[last : frame.size][:REACH]
-        self.go_on_with(Node(self.longest, 0.0, ()))
+        self.add(Node(self.longest, 0.0, ()))
 
-    def go_on_with(self, node):
-        """Add a Node to the queue, or take it as it is if the network has nothing to say of it."""
+    def add(self, node):
+        """Go on with a Node, or take it if the network has nothing more to say of it."""
         if len(node.fill) == self.most and not self.after:
             self.offer(node)
         else:
             self.push(node)
 
     def entry(self, node):
-        order = (-len(node.fill), node.least) if self.is_deepest_first else (node.regret,)
+        # What is left of a Node's children costs more than the Node itself.
+        regret = node.regret + node.least - node.cost
+        order = (-len(node.fill), node.least) if self.is_deepest_first else (regret,)
         return order, node.frame, node.path, node.skip, node
 
     def ask_about(self, node):
@@ -62,28 +62,10 @@ class FromLeft(Search):
             self.offer(node._replace(frame=self.by_length[k], cost=cost, least=cost))
         if k == self.most:
             return
-        allowed = self.allowed(node.fill)
-        losses, ids = (-logp[0]).masked_fill(~allowed, math.inf).sort(stable=True)
-        stop = min(int((losses < math.inf).sum()), node.skip + WIDTH)
-        for i in range(node.skip, stop):
-            loss = losses[i].item()
-            child = Node(
-                self.longest,
-                node.cost + loss,
-                (*node.fill, ids[i].item()),
-                (*node.path, (k, ids[i].item())),
-                (*node.losses, loss),
-                node.cost + loss,
-                regret=node.regret + loss - losses[0].item(),
-            )
-            if child.rank > self.worst:  # so are all others
-                self.passed = min(self.passed, child.cost)
-                return
-            self.go_on_with(child)
-        if stop < int((losses < math.inf).sum()):
-            least = node.cost + losses[stop].item()
-            regret = node.regret + losses[stop].item() - losses[0].item()
-            self.push(node._replace(least=least, skip=stop, regret=regret))
+        self.extend(node, node.cost, k, logp[0], self.allowed(node.fill))
+
+    def filled(self, node, k, id):
+        return (*node.fill, id)
 
     def allowed(self, fill):
         """(V,) bool: the ids after which some fill that is longer may match."""

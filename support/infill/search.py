@@ -136,11 +136,7 @@ class Search:
     def begin(self):
         """Start with a Frame in which nothing is filled, each."""
         for number, frame in enumerate(self.frames):
-            root = Node(number, frame.start, (OPEN,) * len(frame.open), least=frame.start)
-            if frame.is_complete(root.fill):
-                self.offer(root)
-            else:
-                self.push(root)
+            self.add(Node(number, frame.start, (OPEN,) * len(frame.open), least=frame.start))
 
     # ---- The queue
     def push(self, node):
@@ -196,28 +192,45 @@ class Search:
         if not node.skip:
             refused = float(logp.exp()[~allowed].sum())
             self.excluded[node.frame] += self.mass(node.frame, cost) * refused
+        self.extend(node, cost, k, logp, allowed)
+
+    def extend(self, node, cost, k, logp, allowed):
+        """Add the likeliest children of a Node that costs `cost`, of the ids that are allowed (V,),
+        by logp (V,) at its k-th position."""
         losses, ids = (-logp).masked_fill(~allowed, math.inf).sort(stable=True)
         n = int((losses < math.inf).sum())
         stop = min(n, node.skip + WIDTH)
         for i in range(node.skip, stop):
             loss = losses[i].item()
-            child = self.child(node, cost + loss, (k, ids[i].item()), loss)
+            step = (k, ids[i].item())
+            child = Node(
+                node.frame,
+                cost + loss,
+                self.filled(node, *step),
+                (*node.path, step),
+                (*node.losses, loss),
+                cost + loss,
+                regret=node.regret + loss - losses[0].item(),
+            )
             if child.rank > self.worst:  # so are all others
                 self.passed = min(self.passed, child.cost)
                 return
-            if frame.is_complete(child.fill):
-                self.offer(child)
-            else:
-                self.push(child)
+            self.add(child)
         if stop < n:
             self.push(node._replace(least=cost + losses[stop].item(), skip=stop))
 
-    def child(self, parent, cost, step, loss):
-        k, id = step
-        fill = (*parent.fill[:k], id, *parent.fill[k + 1 :])
-        if self.frames[parent.frame].filter.ends(k, id):  # what follows is not filled
-            fill = fill[: k + 1]
-        return Node(parent.frame, cost, fill, (*parent.path, step), (*parent.losses, loss), cost)
+    def filled(self, node, k, id):
+        """The fill of a Node with an id at its k-th position."""
+        fill = (*node.fill[:k], id, *node.fill[k + 1 :])
+        ends = self.frames[node.frame].filter.ends(k, id)  # what follows is not filled
+        return fill[: k + 1] if ends else fill
+
+    def add(self, node):
+        """Take a Node if its fill is complete, or go on with it."""
+        if self.frames[node.frame].is_complete(node.fill):
+            self.offer(node)
+        else:
+            self.push(node)
 
     def mass(self, number, cost):
         """The probability of a partial fill of a Frame, without what the Frame costs itself."""

@@ -222,7 +222,10 @@ def plot_losses(path, out_dirs=(), names=()):
     if shown:
         margin = max(0.05 * (max(shown) - min(shown)), 0.01)
         axes[0, 0].set_ylim(min(shown) - margin, max(shown) + margin)
-    axes[0, 0].set_ylabel("nats per token (pale: training batches; bars: ±2 standard errors)")
+    axes[0, 0].set_ylabel("nats per token")
+    axes[0, -1].set_title(
+        "pale: training batches; bars: ±2 standard errors", fontsize=9, loc="right"
+    )
     handles, words = axes[0, 0].get_legend_handles_labels()
     legend = dict(zip(words, handles))  # each of the words once
     fig.legend(legend.values(), legend, frameon=False, fontsize=9, loc="outside upper left")

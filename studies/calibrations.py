@@ -1,6 +1,7 @@
 """How much calibration helps a likelihood: one temperature, one by mask rate, Monte Carlo dropout.
 
     python studies/calibrations.py --out_dir=weights/record --data=tinyshakespeare.txt
+    python studies/calibrations.py --out_dir=ar0,ar1 --data=tinyshakespeare.txt --networks=1
 
 Every row is a distribution, so its NELBO is a bound. Temperatures are fitted to one half of the
 validation windows and measured on the other half, in turns: no window chose its own. A row without
@@ -30,7 +31,7 @@ import mdlm
 from nanomdlm.support import numerics
 from nanomdlm.support.cli import outputs, progress
 from nanomdlm.support.cli.files import to_json
-from nanomdlm.support.cli.settings import Count, Reads, Writes, parse
+from nanomdlm.support.cli.settings import Count, Reads, Writes, names_of, parse
 from nanomdlm.support.run import calibration, checkpoint
 from nanomdlm.support.run.plots import table
 
@@ -39,13 +40,13 @@ GRID = [round(1 + 0.05 * i, 2) for i in range(15)]  # temperatures: 1 to 1.7
 
 @dataclass
 class Options:
-    """Compare calibrations of a masked diffusion model."""
+    """Compare calibrations of a model."""
 
-    out_dir: Reads = "weights/record"  # run or checkpoint
+    out_dir: Reads = "weights/record"  # run or checkpoint; several, separated by commas
     data: Reads = ""  # text whose last tenth validates
     windows: Count = 435  # validation windows
     passes: Count = 4  # masks of each window
-    networks: Count = 8  # network calls with dropout whose probabilities are averaged
+    networks: Count = 8  # network calls with dropout whose probabilities are averaged (1: none)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of matrix products
     json: Writes = ""  # write the results as JSON to this file, or to standard output: -
 
@@ -122,18 +123,20 @@ def compared(model, windows, own, options):
         row["difference_se"] = numerics.standard_error(by_window - first)
         rows.append(row | dict(temperatures=temperatures))
 
-    for network in (model, Dropped(model, options.networks)):
+    networks = [model]
+    if options.networks > 1:
+        networks.append(Dropped(model, options.networks))
+    for network in networks:
         window, n, ce = losses(network, windows, options.passes)
-        T = windows.shape[1]
-        tenth = (10 * n - 1) // T
+        tenth = (10 * n - 1) // windows.shape[1]
         calls = "" if network is model else f", mean of {options.networks} calls with dropout"
         add(f"none{calls}", window, ce[:, 0])
-        if network is model:
+        if network is model and own in GRID[1:]:
             add(f"its own temperature, {own:g}", window, ce[:, GRID.index(own)])
-        for kind, group in (
-            ("one temperature", torch.zeros_like(tenth)),
-            ("by tenth of rates", tenth),
-        ):
+        groups = {"one temperature": torch.zeros_like(tenth), "by tenth of rates": tenth}
+        if model.objective.metric == "nll":  # nothing is masked
+            del groups["by tenth of rates"]
+        for kind, group in groups.items():
             chosen, temperatures = fitted(window, group, ce)
             add(f"{kind}{calls}", window, chosen, temperatures.tolist())
     return rows
@@ -142,7 +145,7 @@ def compared(model, windows, own, options):
 def main(argv):
     options = Options(**parse(Options, argv, __doc__))
     outputs.check_all(options)
-    folder = checkpoint.find_checkpoint(options.out_dir)
+    folder = checkpoint.find_checkpoint(names_of(options.out_dir)[0])
     model, tokenizer, config = mdlm.load(options.out_dir)
     own = calibration.temperature_of(model)
     torch.manual_seed(0)  # of dropout
@@ -154,7 +157,8 @@ def main(argv):
     with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
         rows = compared(model, windows, own, options)
     shown = [[v for k, v in row.items() if k != "temperatures"] for row in rows]
-    words = table([["calibration", "NELBO", "+-", "difference", "+-"], *shown], digits=4)
+    metric = model.objective.metric.upper()
+    words = table([["calibration", metric, "+-", "difference", "+-"], *shown], digits=4)
     content = to_json(dict(rows=rows))
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):

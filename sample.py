@@ -153,7 +153,8 @@ class TextFlags:
     length: Natural = 0  # length of the text in tokens, prompt included (0: the context, or drawn)
     num_samples: Natural = 0  # texts to write (0: one; with gaps, the likeliest)
     candidates: Natural = 0  # show this many of the likeliest fills, with scores (0: 3)
-    max_gap: Context = 16  # longest fill of [___], in tokens
+    max_gap: Context = 0  # longest fill of [___], in tokens (0: 16; 32 of a line, objective ar)
+    reach: Count = 64  # objective ar: tokens of text after [___] that rank its fills
     fix: Reads = ""  # proofread this text file (-: stdin), without changing it
     output: Writes = ""  # write the text corrected by --fix here (-: stdout)
     caution: Caution = 0.0  # additional gain, in nats, that a change of --fix needs
@@ -704,7 +705,7 @@ class Writer:
             made += rows.written()
         return made
 
-    def filling(self, segments, n, max_gap, update=lambda n: None, deadline=math.inf):
+    def filling(self, segments, n, max_gap=0, reach=64, update=lambda n: None, deadline=math.inf):
         """The filling.Filling that searches for the n likeliest fills of a template."""
 
         def draw(segments, n):
@@ -723,7 +724,7 @@ class Writer:
             return self.write(segments, n - 1, True) + surest.write(segments, 1, True)
 
         settings = (self.model, self.tokenizer, segments, n, max_gap, draw, update, deadline)
-        return filling.Filling(*settings)
+        return filling.Filling(*settings, reach)
 
 
 def write(
@@ -733,7 +734,7 @@ def write(
     n: int = 1,
     length: int = 0,
     generator: torch.Generator | None = None,
-    max_gap: int = 16,
+    max_gap: int = 0,
     **settings,
 ) -> list[str]:
     """Write n texts: a list of str. settings: as in `generate`.
@@ -753,7 +754,7 @@ def write_with_logprobs(
     n: int = 1,
     length: int = 0,
     generator: torch.Generator | None = None,
-    max_gap: int = 16,
+    max_gap: int = 0,
     k: int = 5,
     **settings,
 ) -> list[tuple[str, list[TokenLogprob]]]:
@@ -778,7 +779,7 @@ def write_rows(model, tokenizer, text, n, length, generator, max_gap, settings):
     several = list(text) if isinstance(text, (list, tuple)) else [text]
     todo = [writer.segments(one, limits.length) for one in several]
     for segments, _ in todo:
-        templates.check_lengths(segments, limits.max_gap)
+        templates.check_lengths(segments, filling.longest_gap(model, segments, max_gap))
     made = []
     for segments, is_template in todo:
         if templates.has_open(segments):  # the likeliest lengths
@@ -794,16 +795,19 @@ def search(
     tokenizer: Tokenizer,
     text: str,
     top: int = 5,
-    max_gap: int = 16,
+    max_gap: int = 0,
     limit: int = filling.LIMIT,
     seconds: float = math.inf,
+    reach: int = 64,
 ) -> Candidates:
     """The most likely fills of a template, as filling.Candidates: a list, best first.
 
     text     "To be███", "To [___] be", "My [___|name|sword]": as for --infill
     top      how many fills
-    max_gap  the longest fill of [___], in tokens
+    max_gap  the longest fill of [___], in tokens (0: 16, or 32 if an autoregressive model fills it
+             and it must match: a line of code)
     limit    maximum number of sequences that the search computes
+    reach    tokens of text after [___] that rank its fills, of autoregressive models
     seconds  time limit. Comparing lengths comes before it, and the list always has a fill
 
     Each candidate has `text`, `fills` (of each gap), `p`, its probability among all fills of its
@@ -815,14 +819,15 @@ def search(
     began = time.monotonic()
     top = python_arguments.whole_number("top", top, 1)
     limit = python_arguments.whole_number("limit", limit, 1)
-    max_gap = python_arguments.whole_number("max_gap", max_gap, 1)
+    max_gap = python_arguments.whole_number("max_gap", max_gap, 0)
+    reach = python_arguments.whole_number("reach", reach, 1)
     if not (isinstance(seconds, (int, float)) and seconds >= 0):
         raise UserError(f"seconds={seconds!r} is not a time; give a number from 0 on")
     writer = Writer(model, tokenizer, from_keywords({}, model))
     segments, is_template = writer.segments(text)
     if not is_template:
         raise UserError(f"{text[:40]!r} has no gap; write █ or [___] where text is missing")
-    return writer.filling(segments, top, max_gap, deadline=began + seconds).finish(limit)
+    return writer.filling(segments, top, max_gap, reach, deadline=began + seconds).finish(limit)
 
 
 def fix(
@@ -993,7 +998,7 @@ def searched(writer, todo, options):
     with progress.bar(desc="searching", unit=" texts", disable=hide) as bar:
 
         def begin(segments):
-            return writer.filling(segments, n, options.max_gap, bar.update)
+            return writer.filling(segments, n, options.max_gap, options.reach, bar.update)
 
         for some in (todo[i : i + TOGETHER] for i in range(0, len(todo), TOGETHER)):
             began = time.monotonic()
@@ -1020,7 +1025,8 @@ def segments_of(template, writer, options, is_drawn):
     if template is None:
         return of_prompt(options.prompt, writer.tokenizer, options.length, config)
     segments = parse(template, writer.tokenizer, config.block_size)
-    templates.check_lengths(segments, options.max_gap)
+    longest = filling.longest_gap(writer.model, segments, options.max_gap)
+    templates.check_lengths(segments, longest)
     if is_drawn:
         writer.check(segments)
     return segments

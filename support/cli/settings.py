@@ -45,7 +45,7 @@ BLANK = "blank"  # white space is a value too
 BARE = "bare"  # the flag alone means -1
 
 Count = Annotated[int, Bounds(1, NO_LIMIT)]
-Context = Annotated[int, Bounds(1, 8192)]
+Context = Annotated[int, Bounds(0, 8192)]
 Natural = Annotated[int, Bounds(0, NO_LIMIT)]
 Seed = Annotated[int, Bounds(0, (1 << 32) - 1)]
 Amount = Annotated[float, Bounds(0, 1e9)]

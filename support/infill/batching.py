@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanomdlm.support.infill import prefixes
 from nanomdlm.support.view import View
 
 MULTIPLE = 4  # with MKL on Zen 5, by its instructions of AVX-512 and of AVX2, on 1 to 16 threads
@@ -55,7 +56,7 @@ def compute(model, views):
     if views[0].cache is not None:
         return compute_cached(model, views)
     sizes = [view.ids.numel() if view.rows is None else len(view.rows) for view in views]
-    logits = model(merge(views))
+    logits = prefixes.call(model, merge(views))
     if views[0].rows is None:
         return logits.split([len(view.ids) for view in views])
     return logits[: sum(sizes)].split(sizes)

@@ -25,9 +25,8 @@ import torch
 from nanomdlm.support import abilities
 from nanomdlm.support.cli.python_arguments import check_tokenizer
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.infill import search
+from nanomdlm.support.infill import from_left, search
 from nanomdlm.support.infill.filters import Filter, drawable
-from nanomdlm.support.infill.from_left import FromLeft
 from nanomdlm.support.infill.lengths import score_lengths
 from nanomdlm.support.infill.model_calls import call_size, device_of, groups, next_logp
 from nanomdlm.support.infill.templates import (
@@ -46,6 +45,8 @@ N_REFINED = 8  # lengths of a gap, if there are several gaps, of which one fill 
 N_LENGTHS = 3  # lengths that are searched, of all those that one call compares
 LONG = 24  # tokens to fill beyond which a sampler draws the fills
 DRAWS = 8  # fills that it draws
+MAX_GAP = 16  # tokens of the longest fill of a gap, by default
+MAX_LINE = 32  # the same for a gap that must match and is filled from left to right: a line of code
 REACH = 8  # tokens of text after the last gap that compare lengths
 MOST_SHAPES = 64  # combinations of the lengths of several gaps that are kept, the likeliest
 
@@ -105,7 +106,8 @@ class Filling:
     """A template that is being filled, with its n likeliest fills.
 
     segments: the template, as from templates.parse. max_gap: the longest fill of a gap of unknown
-    length, in tokens. draw(segments, n): a sampler's fills of a template whose lengths are known,
+    length, in tokens (0: see longest_gap). reach: tokens of text after a gap that rank its fills, if
+    it is filled from left to right. draw(segments, n): a sampler's fills of a template whose lengths are known,
     as sample.Written. update(n): called when the network has seen n more texts. deadline:
     time.monotonic() after which the search stops
 
@@ -118,10 +120,11 @@ class Filling:
         tokenizer,
         segments,
         n,
-        max_gap=16,
+        max_gap=0,
         draw=None,
         update=lambda n: None,
         deadline=math.inf,
+        reach=from_left.REACH,
     ):
         check_tokenizer(tokenizer, model)
         self.began = time.monotonic()
@@ -131,12 +134,13 @@ class Filling:
         self.update = update
         self.sequences = 0  # that the network has seen before the search
         segments = encode_segments(segments, tokenizer)
+        max_gap = longest_gap(model, segments, max_gap)
         check_lengths(segments, max_gap)
         is_endless = segments[-1] == Gap() and not abilities.knows_lengths(model)
         if not is_endless and is_from_left(model, segments):
             frames = frames_of_lengths(self.model, tokenizer, segments, max_gap)
             self.is_drawn, self.is_whole, self.compares_lengths = False, True, True
-            self.search = FromLeft(frames, n)
+            self.search = from_left.FromLeft(frames, n, reach)
             return
         shapes, is_cut = likely_shapes(
             self.model, tokenizer, segments, max_gap, is_endless, self.count, deadline
@@ -228,6 +232,15 @@ def is_from_left(model, segments):
     """Whether the search of from_left.py fills these segments: one gap of unknown length."""
     gaps = [segment for segment in segments if segment.is_gap]
     return abilities.is_causal(model) and len(gaps) == 1 and gaps[0].is_open
+
+
+def longest_gap(model, segments, max_gap):
+    """The longest fill of a gap of unknown length, in tokens: max_gap, or if that is 0 a default."""
+    gaps = [segment for segment in segments if segment.is_open]
+    if max_gap or not gaps:
+        return max_gap or MAX_GAP
+    is_line = is_from_left(model, segments) and gaps[0].pattern
+    return MAX_LINE if is_line else MAX_GAP
 
 
 def frames_of_lengths(model, tokenizer, segments, max_gap):

@@ -1,8 +1,9 @@
 """The search for fills of a gap of unknown length by a model that predicts from left to right.
 
-One sequence, the text up to a partial fill and what follows the gap, says two things: how likely
-each next token of the fill is, and how likely the text after the gap is if the fill ends here. So
-fills of all lengths share their beginnings, and each sequence completes a fill. The list is by
+The distribution of the next token says how likely each longer fill is, and how likely it is that
+the fill ends: then the next token is the first one after the gap. An end is scored exactly, by the
+tokens after the gap, once its turn comes. So fills of all lengths share their beginnings. The list
+is by
 
     log p(gap, the next REACH tokens | before)
 
@@ -10,6 +11,8 @@ exact for each fill that was met. Partial fills are tried in the order of their 
 which they are less likely than the likeliest token at each of their positions: first the one that
 the model would write, then what differs from it least, each to its end.
 """
+
+import math
 
 from nanomdlm.support.infill.search import OPEN, Node, Search
 
@@ -19,8 +22,13 @@ REACH = 64  # tokens of text after the gap that rank its fills
 class FromLeft(Search):
     """The search for the likeliest fills of Frames that differ in the length of their only gap.
 
-    A Node holds the ids up to where it was filled; its frame is the longest.
+    A Node holds the ids up to where it was filled; its frame is the longest. reach: tokens of text
+    after the gap that rank its fills.
     """
+
+    def __init__(self, frames, top, reach=REACH):
+        self.reach = reach
+        super().__init__(frames, top)
 
     def begin(self):
         self.by_length = {len(frame.open): i for i, frame in enumerate(self.frames)}
@@ -30,39 +38,63 @@ class FromLeft(Search):
         first, last = (frame.open[0], frame.open[-1] + 1) if frame.open else frame.gaps
         self.L = len(frame.x)
         self.before = frame.x[:first]
-        self.after = frame.x[last : frame.size][:REACH]
-        self.add(Node(self.longest, 0.0, ()))
-
-    def add(self, node):
-        """Go on with a Node, or take it if the network has nothing more to say of it."""
-        if len(node.fill) == self.most and not self.after:
-            self.offer(node)
-        else:
-            self.push(node)
+        self.after = frame.x[last : frame.size][: self.reach]
+        self.push(Node(self.longest, 0.0, ()))
 
     def entry(self, node):
-        # What is left of a Node's children costs more than the Node itself.
-        regret = node.regret + node.least - node.cost
-        order = (-len(node.fill), node.least) if self.is_deepest_first else (regret,)
+        regret = node.regret
+        if node.skip:  # what is left of its children costs more than the Node itself
+            regret += node.least - node.cost
+        depth = len(node.fill) + self.most * self.is_ending(node)
+        order = (-depth, node.least) if self.is_deepest_first else (regret,)
         return order, node.frame, node.path, node.skip, node
+
+    def is_ending(self, node):
+        """Whether a Node is a fill to which nothing is added."""
+        return node.frame != self.longest or len(node.fill) == self.most
 
     def ask_about(self, node):
         self.sequences += 1
-        x = [*self.before, *node.fill, *self.after]
+        after = self.after if self.is_ending(node) else []
+        x = [*self.before, *node.fill, *after]
         begin = len(self.before) + len(node.fill)
-        places = range(begin, begin + max(1, len(self.after)))
+        places = range(begin, begin + max(1, len(after)))
         x += [0] * (self.L - len(x))  # not seen
         return self, node, x[: self.L], [*places]
 
     def expand(self, node, places, logp):
-        k = len(node.fill)
-        if k in self.by_length and not node.skip:  # the fill ends here
-            after = sum(logp[i, id].item() for i, id in enumerate(self.after))
-            cost = node.cost - after
-            self.offer(node._replace(frame=self.by_length[k], cost=cost, least=cost))
-        if k == self.most:
+        if self.is_ending(node):
+            cost = node.cost - sum(logp[i, id].item() for i, id in enumerate(self.after))
+            self.offer(node._replace(cost=cost, least=cost))
             return
-        self.extend(node, node.cost, k, logp[0], self.allowed(node.fill))
+        logp = logp[0]
+        allowed = self.allowed(node.fill)
+        if not node.skip and self.may_end(node.fill):
+            end = -logp[self.after[0]].item() if self.after else 0.0  # nats
+            least = -logp.masked_fill(~allowed, -math.inf).max().item()  # of a longer fill
+            ending = node._replace(
+                frame=self.by_length[len(node.fill)],
+                least=node.cost + end,
+                regret=node.regret + max(0.0, end - least),
+            )
+            self.add(ending)
+            node = node._replace(regret=node.regret + max(0.0, least - end))
+        self.extend(node, node.cost, len(node.fill), logp, allowed)
+
+    def may_end(self, fill):
+        """Whether a fill matches, if each of its ids but the last may be followed by others."""
+        k = len(fill)
+        if k not in self.by_length:
+            return False
+        filter = self.frames[self.by_length[k]].filter
+        return not k or bool(filter.allowed(fill, k - 1)[fill[-1]])
+
+    def add(self, node):
+        """Go on with a Node, or take it if the network has nothing more to say of it."""
+        if self.is_ending(node) and not self.after:
+            self.offer(node)
+        else:
+            self.push(node)
 
     def filled(self, node, k, id):
         return (*node.fill, id)

@@ -1,5 +1,7 @@
 """Network calls for generation and scoring: batch sizes, and what the model sees of each text."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -33,6 +35,18 @@ def call_size(model, device):
     if torch.device(device).type != "cpu":
         return size
     return max(1, min(size, (1 << 10) // model.config.block_size))
+
+
+def rows_per_call(model, device, positions=1):
+    """Return how many sequences to give to one network call that predicts at some positions of
+    each.
+
+    A pretrained causal network computes only what follows their common beginning (prefixes.py), so
+    more sequences fit; their logits take at most 128 MiB.
+    """
+    if not is_large(model):
+        return call_size(model, device)
+    return max(1, min(8, (1 << 25) // (positions * model.vocab_size)))
 
 
 def groups(model, n, device, size=None, writing=False):
@@ -93,7 +107,8 @@ def logits_at(model, xt, row, at, device):
     xt, same = xt.unique(dim=0, return_inverse=True)
     row = same[row]
     L = xt.shape[1]
-    slices = groups(model, len(xt), device, call_size(model, device))
+    positions = math.ceil(len(at) / max(1, len(xt)))
+    slices = groups(model, len(xt), device, rows_per_call(model, device, positions))
     model = compute_once(model)
     if len(slices) == 1:
         view = model.objective.view(xt.to(device), rows=(row * L + at).to(device))

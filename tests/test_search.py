@@ -120,7 +120,7 @@ def likeliest(found, n):
 def test_the_list_is_that_of_an_enumeration(kind, text, rows, monkeypatch):
     """The likeliest fills with their probabilities, proven, whatever is computed in one call; what
     is listed, excluded and left adds up to one, and the bound holds for all that is not listed."""
-    monkeypatch.setattr(search, "call_size", lambda *_: rows)
+    monkeypatch.setattr(search, "rows_per_call", lambda *_: rows)
     model = MODELS[kind]()
     tokenizer = Tokenizer("char", LETTERS)
     wanted, _ = enumerated(model, ids_of(text, tokenizer))
@@ -147,7 +147,7 @@ def placed(text, fill, tokenizer):
 @pytest.mark.parametrize("limit", [1, 2, 5, 9])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_search_that_stops_has_a_list_and_a_bound(limit, rows, monkeypatch):
-    monkeypatch.setattr(search, "call_size", lambda *_: rows)
+    monkeypatch.setattr(search, "rows_per_call", lambda *_: rows)
     text = "a████b"
     tokenizer = Tokenizer("char", LETTERS)
     for seed in range(3):
@@ -174,7 +174,7 @@ def test_a_search_ends_at_a_deadline():
 @pytest.mark.parametrize("rows", [1, 8])
 def test_children_are_made_when_they_may_win(width, rows, monkeypatch):
     """A vocabulary of 50,000 is not copied for each partial fill; the list is the same."""
-    monkeypatch.setattr(search, "call_size", lambda *_: rows)
+    monkeypatch.setattr(search, "rows_per_call", lambda *_: rows)
     model = network(V=9)
     tokenizer = Tokenizer("char", list("abcdefghi"))
     wanted = sample.search(model, tokenizer, "a██b", top=20, limit=1000)
@@ -187,7 +187,7 @@ def test_children_are_made_when_they_may_win(width, rows, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_equal_fills_are_listed_in_one_order(rows, monkeypatch):
-    monkeypatch.setattr(search, "call_size", lambda *_: rows)
+    monkeypatch.setattr(search, "rows_per_call", lambda *_: rows)
     model = Toy(lambda xt: torch.zeros(*xt.shape, 3), 3, T)
     found = sample.search(model, Tokenizer("char", LETTERS), "c██c", top=5, limit=1000)
     assert [one.fills[0] for one in found] == ["aa", "ab", "ac", "ba", "bb"]

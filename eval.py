@@ -29,7 +29,7 @@ import torch
 
 import mdlm
 from nanomdlm.support import abilities, numerics
-from nanomdlm.support.cli import outputs, progress
+from nanomdlm.support.cli import hub, outputs, progress
 from nanomdlm.support.cli.devices import pick_device
 from nanomdlm.support.cli.files import naming, to_json
 from nanomdlm.support.cli.settings import (
@@ -97,7 +97,7 @@ def open_data(data, folder, tokenizer, config, device):
     """
     prepared = folder.parent / "data"
     is_own = not data and (prepared / "meta.json").exists()
-    source = str(prepared) if is_own else data or config.data
+    source = str(prepared) if is_own else hub.dataset(data) or config.data
     path = Path(source)
     if source == "shakespeare":
         try:

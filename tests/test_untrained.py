@@ -166,10 +166,10 @@ def hub_of(tmp_path):
                         for name, content in files.items()
                     ]
                     body = json.dumps(tree).encode()
-                elif path.startswith("/api/models/me/tiny"):
+                elif path.startswith(("/api/models/me/tiny", "/api/datasets/me/tiny")):
                     siblings = [dict(rfilename=name) for name in files]
                     body = json.dumps(dict(id="me/tiny", sha=commit, siblings=siblings)).encode()
-                elif path.startswith("/me/tiny/resolve/") and name in files:
+                elif "/me/tiny/resolve/" in path and name in files:
                     body = files[name]
                 else:
                     self.send_error(404)
@@ -249,3 +249,33 @@ def test_a_gguf_file_is_read(tmp_path, monkeypatch):
     assert text.startswith("The capital of France is Paris")
     found = sample.search(model, tokenizer, "The capital of [___] is Paris.", top=1, max_gap=2)
     assert found[0].fills == ("France",)
+
+
+def test_data_has_a_name_on_the_hub(hub_of, tmp_path):
+    """--data=hf://datasets/OWNER/NAME/FILES: only these files, once; then without the hub."""
+    pytest.importorskip("huggingface_hub")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("train-0", "train-1", "test-0"):
+        text = f"this is the text of {name}, and of no other. " * 200
+        (source / f"{name}.jsonl").write_text(json.dumps(dict(text=text)) + "\n")
+    env = os.environ | dict(HF_HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    env |= dict(HF_ENDPOINT=hub_of(source), HF_HUB_DISABLE_XET="1", OMP_NUM_THREADS="1")
+    env = {name: value for name, value in env.items() if "proxy" not in name.lower()}
+    small = "--n_layer=1 --n_head=1 --n_embd=16 --block_size=32 --max_steps=1 --device=cpu"
+
+    def run(data, out, **more):
+        command = [sys.executable, ROOT / "mdlm.py", *small.split(), f"--data={data}"]
+        command.append(f"--out_dir={tmp_path / out}")
+        return subprocess.run(command, env=env | more, capture_output=True, text=True)
+
+    data = "hf://datasets/me/tiny/train-*.jsonl"
+    r = run(data, "run")
+    assert r.returncode == 0, r.stderr
+    learned = [path.name for path in (tmp_path / "cache").rglob("*.jsonl")]
+    assert sorted(learned) == ["train-0.jsonl", "train-1.jsonl"]
+    small += " --max_steps=2 --resume"
+    r = run(data, "run", HF_HUB_OFFLINE="1")
+    assert r.returncode == 0, r.stderr
+    r = run("hf://datasets/me/none", "none")
+    assert r.returncode == 2 and "me/none" in r.stderr and "Traceback" not in r.stderr

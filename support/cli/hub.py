@@ -1,9 +1,10 @@
-"""Models by name: OWNER/NAME of the Hugging Face hub, and files in the GGUF format.
+"""Models and data by name: OWNER/NAME of the Hugging Face hub, and files in the GGUF format.
 
 The hub is asked by huggingface_hub, so its cache, HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE
-work as everywhere. Only weights in safetensors and settings are downloaded: no pickles, no code.
+work as everywhere. Downloads are weights in safetensors, settings, and texts: no pickles, no code.
 """
 
+import fnmatch
 import hashlib
 import os
 import re
@@ -18,6 +19,8 @@ from nanomdlm.support.errors import UserError
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 FILES += ["special_tokens_map.json", "chat_template.jinja", "*.safetensors", "*.index.json"]
+DATASETS = "hf://datasets/"
+DATA = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson", ".txt")
 
 
 def local(name):
@@ -35,17 +38,74 @@ def local(name):
     try:
         return Path(hub.snapshot_download(str(name), allow_patterns=FILES))
     except (OSError, ValueError) as e:  # also those of the network, and of the hub
-        why = str(e).strip().splitlines() or [type(e).__name__]
-        raise UserError(
-            f"{name} is not a folder here, and not found on the hub: {why[0]}"
-        ) from None
+        raise not_found(f"{name} is not a folder here, and not found on the hub", e) from None
+
+
+def dataset(name):
+    """The file or folder of --data: `name` itself, or that of hf://datasets/OWNER/NAME[/FILES].
+
+    FILES: a file, a folder, or a pattern such as data/train-*.parquet; default: all of a dataset
+    that has its files in one folder. A branch or commit may follow NAME: OWNER/NAME@main. The files
+    of each name have a folder of their own in the user's cache. Raises UserError if the hub does
+    not have them.
+    """
+    if not name.startswith(DATASETS):
+        return name
+    hub = optional("huggingface_hub", name)
+    owner, _, rest = name.removeprefix(DATASETS).partition("/")
+    repo, _, pattern = rest.partition("/")
+    repo, _, revision = repo.partition("@")
+    of_repo = dict(repo_type="dataset", revision=revision or None)
+    folder = cache("datasets") / hashlib.sha256(name.encode()).hexdigest()[:16]
+    try:
+        if not folder.exists():
+            found = hub.HfApi().list_repo_files(f"{owner}/{repo}", **of_repo)
+            files = choose_files(name, found, pattern.rstrip("/"))
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
+                how = dict(allow_patterns=files, local_dir=Path(tmp) / "data")
+                hub.snapshot_download(f"{owner}/{repo}", **of_repo, **how)
+                if not folder.exists():
+                    shutil.move(how["local_dir"], folder)
+    except (OSError, ValueError) as e:
+        raise not_found(f"--data={name} is not found on the hub", e) from None
+    files = [path for path in folder.rglob("*") if path.is_file() and ".cache" not in path.parts]
+    return str(files[0] if len(files) == 1 else files[0].parent)
+
+
+def choose_files(name, found, pattern):
+    """Of the files that a hub has, those that a pattern names; UserError unless a run can read
+    them as one folder."""
+    data = [file for file in found if file.endswith(DATA) and "dataset_info" not in file]
+    if pattern:
+        data = [
+            file
+            for file in found
+            if fnmatch.fnmatch(file, pattern) or file.rpartition("/")[0] == pattern
+        ]
+    folders = {file.rpartition("/")[0] for file in data}
+    if len(folders) != 1:
+        what = ", ".join(sorted(data or found))[:300]
+        raise UserError(f"--data={name}: name the files of one folder of {what}")
+    return data
+
+
+def not_found(what, e):
+    """A UserError of an error of the network, or of the hub."""
+    why = str(e).strip().splitlines() or [type(e).__name__]
+    return UserError(f"{what}: {why[0]}")
+
+
+def cache(kind):
+    """A folder in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdlm" / kind
 
 
 def converted(path):
     """The folder of a GGUF file's model with weights in float32; made once, in the user's cache."""
     about = path.stat()
     key = f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdlm" / "gguf"
+    home = cache("gguf")
     folder = home / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if folder.exists():
         return folder

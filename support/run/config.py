@@ -48,10 +48,19 @@ def describe(Config, doc):
     )
 
 
+def located(given):
+    """The given flags, with paths in place of names of models and data on a hub."""
+    found = {}
+    if given.get("init_from"):
+        found["init_from"] = str(hub.local(given["init_from"]))
+    if "data" in given:
+        found["data"] = hub.dataset(given["data"])
+    return given | found
+
+
 def new(Config, given):
     """The Config of a new run: the given flags, over its preset and what they imply."""
-    if given.get("init_from"):
-        given = given | dict(init_from=str(hub.local(given["init_from"])))
+    given = located(given)
     preset = given.get("preset", "auto")
     if preset == "auto":
         preset = devices.default_preset(given.get("device", "auto"))
@@ -124,6 +133,7 @@ def resumed(old, given, folder):
 
     The changes: name -> (old, new).
     """
+    given = located(given)
     out = given.get("out_dir", "out")
     changes = {}
     for name, value in given.items():

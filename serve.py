@@ -26,13 +26,11 @@ from typing import Annotated
 
 import mdlm
 import sample
-from nanomdlm.support import abilities
 from nanomdlm.support.cli import environment, products
 from nanomdlm.support.cli.devices import pick_device
 from nanomdlm.support.cli.settings import Bounds, Context, Reads, names_of, shown
 from nanomdlm.support.cli.settings import parse as parse_settings
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.infill import filling
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.run import checkpoint_score
 from nanomdlm.support.run.checkpoint import default_run
@@ -227,8 +225,6 @@ def main(argv):
     check(options)
     sock = bind(options)
     writer, name, folders, config, device = load(options)
-    is_causal = abilities.is_causal(writer.filler)
-    options.max_gap = options.max_gap or (filling.MAX_LINE if is_causal else filling.MAX_GAP)
     checkpoint_score.introduce(folders, options.out_dir)
     parts = products.serving()
     engine = parts.engine.Engine(device, options.max_active, options.max_waiting)

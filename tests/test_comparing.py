@@ -171,3 +171,14 @@ def test_files_that_are_compared_are_kept(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "--compare" in said and "--json" in said
     assert (tmp_path / "b.json").read_bytes() == before
+
+
+def test_no_run_is_left_out_of_its_group():
+    """Runs of one seed count once, by their mean, whatever their order."""
+    rows = [dict(run=name, value=value) for name, value in zip("abcde", (1.0, 2.0, 4.0, 3.0, 5.0))]
+    settings = [dict(seed=0, a=1), dict(seed=0, a=1), dict(seed=1, a=1)]
+    settings += [dict(seed=0, a=2), dict(seed=1, a=2)]
+    first, second = comparing.by_seed(rows, settings)
+    assert first["runs"] == ["a", "b", "c"] and first["seeds"] == [0, 1]
+    assert first["mean"] == (1.5 + 4.0) / 2
+    assert second["difference"] == (1.5 + 1.0) / 2

@@ -284,3 +284,10 @@ def test_answers_need_their_prompt():
     model = network(0, 16, 4, prompt_column="prompt")
     with pytest.raises(ValueError, match="give pairs"):
         sample.score(model, WITH_END, "abc")
+
+
+def test_a_pair_of_numbers_is_not_one_number():
+    """Of ids without a tokenizer: ("0 1", "2") goes on with 2, as ("0 1 ", "2") does."""
+    numbers = Tokenizer("id", 20)
+    for context, text in (("0 1", "2"), ("0 1 ", "2"), ("0 1", " 2")):
+        assert numbers.encode_pair(context, text) == ([0, 1], [2])

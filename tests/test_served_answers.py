@@ -52,7 +52,7 @@ def client_of(model="whole", tokenizer="char", block_size=32, **options):
     for name, value in MODELS[model].items():
         setattr(config, name, value)
     tokenizer = tokenizer_of(tokenizer)
-    if model == "ends":
+    if model in ("ends", "lengths", "answers"):
         end = tokenizer.special_ids()["[SEP]"] if tokenizer.kind == "file" else True
         tokenizer = Tokenizer(tokenizer.kind, tokenizer.vocab, end)
     torch.manual_seed(1)
@@ -60,6 +60,8 @@ def client_of(model="whole", tokenizer="char", block_size=32, **options):
     network = mdlm.make_model(config, V, ops, tokenizer.end_id).eval()
     for p in network.parameters():
         p.data.normal_(0, 0.3)
+    if model == "lengths":
+        network.length_counts.fill_(1)
     writer = writing.Writer(network, network, tokenizer, serve.sampler)
     options = serve.Options(**options)
     computes = engine.Engine(CPU, options.max_active, options.max_waiting)
@@ -90,10 +92,15 @@ def streamed(client, **body):
     return [found[i] for i in sorted(found)], json.loads(events[-2])["usage"]
 
 
+KINDS = [*MODELS]
+MODELS["lengths"] = {}  # of documents: a length is drawn before the text
+MODELS["answers"] = dict(prompt_column="prompt", text_column="answer")
+
+
 def cases():
     """(model, tokenizer, body) of all combinations that exist."""
     names = [*FIELDS]
-    for model, tokenizer, prompt in itertools.product(MODELS, ("char", "bpe", "bert"), PROMPTS):
+    for model, tokenizer, prompt in itertools.product(KINDS, ("char", "bpe", "bert"), PROMPTS):
         for chosen in itertools.product((False, True), repeat=len(names)):
             fields = [name for name, use in zip(names, chosen) if use]
             if "infill" in fields and ({"suffix", "several"} & {*fields} or prompt != "none"):
@@ -162,3 +169,30 @@ def test_log_probabilities_of_an_echo_add_up_to_the_score(model, tokenizer):
     given = more["logprobs"]["token_logprobs"][:-1]
     assert given == pytest.approx(shown["token_logprobs"], abs=1e-4)
     assert max(shown["token_logprobs"]) < -0.001
+
+
+def test_what_is_cut_off_has_no_part_in_an_echo():
+    """A text of a length that was drawn may be longer than `max_tokens`."""
+    client = client_of("lengths", "char")
+    body = dict(prompt="the ca", max_tokens=6, echo=True, logprobs=0, n=6, seed=2)
+    for choice in ask(client, **body)["choices"]:
+        (score,) = ask(client, "/v1/score", input=[choice["text"]])["data"]
+        assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(score["logp"], abs=1e-3)
+
+
+@pytest.mark.parametrize("model", ["answers", "lengths", "whole"])
+def test_the_page_shows_what_was_written(model):
+    """Also after the [END] with which a prompt ends that is to be answered."""
+    client = client_of(model, "char")
+    body = dict(prompt="the cat", max_tokens=12, seed=4)
+    (choice,) = ask(client, **body)["choices"]
+    *_, end = [
+        json.loads(line[6:]) for line in client.post("/page", json=body).text.split("\n\n") if line
+    ]
+    sample = end["sample"]
+    text = sample["tokens"]
+    for frame in sample["frames"]:
+        for i, token, *_ in frame:
+            text[i] = token
+    prompt = "the cat\n" if model == "answers" else "the cat"
+    assert choice["text"] and "".join(text).startswith(prompt + choice["text"])

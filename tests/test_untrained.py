@@ -274,8 +274,8 @@ def test_data_has_a_name_on_the_hub(hub_of, tmp_path):
     assert r.returncode == 0, r.stderr
     learned = [path.name for path in (tmp_path / "cache").rglob("*.jsonl")]
     assert sorted(learned) == ["train-0.jsonl", "train-1.jsonl"]
+    r = run("hf://datasets/me/none", "none")
+    assert r.returncode == 2 and "me/none" in r.stderr and "Traceback" not in r.stderr
     small += " --max_steps=2 --resume"
     r = run(data, "run", HF_HUB_OFFLINE="1")
     assert r.returncode == 0, r.stderr
-    r = run("hf://datasets/me/none", "none")
-    assert r.returncode == 2 and "me/none" in r.stderr and "Traceback" not in r.stderr

@@ -262,6 +262,9 @@ class Numbers(Tokenizer):
             raise UserError(f"{text[:40]!r} is not a list of ids below {self.vocab}")
         return np.array(ids, np.int64)
 
+    def encode_pair(self, context, text):
+        return self.encode(context), self.encode(text)
+
     def begins_text(self, before, first):
         return first and before == self.end_id
 

@@ -126,28 +126,36 @@ def by_seed(rows, settings):
     settings: the settings of each run, a dict
 
     A group has `runs`, `seeds`, the `mean` of its values, and their standard deviation, `spread`.
+    Several runs of one seed count once, by their mean.
     From the second group on it has the `difference` to the first, paired by seed, and its `se`
     over seeds, if both have at least two seeds in common.
     """
     groups = {}
     for row, own in zip(rows, settings):
         same = {name: value for name, value in own.items() if name not in OF_ONE_RUN}
-        groups.setdefault(json.dumps(same, sort_keys=True), {})[own["seed"]] = row
+        group = groups.setdefault(json.dumps(same, sort_keys=True), {})
+        group.setdefault(own["seed"], []).append(row)
     first = next(iter(groups.values()))
     found = []
     for group in groups.values():
-        values = torch.tensor([row["value"] for row in group.values()], dtype=torch.float64)
-        one = dict(runs=[row["run"] for row in group.values()], seeds=list(group))
+        rows = [row for several in group.values() for row in several]
+        means = {seed: mean_of(several) for seed, several in group.items()}
+        values = torch.tensor([*means.values()], dtype=torch.float64)
+        one = dict(runs=[row["run"] for row in rows], seeds=list(group))
         one |= dict(mean=values.mean().item(), spread=None)
         if len(group) > 1:
             one["spread"] = values.std().item()
         both = [seed for seed in group if seed in first]
         if group is not first and len(both) > 1:
-            more = [group[seed]["value"] - first[seed]["value"] for seed in both]
+            more = [means[seed] - mean_of(first[seed]) for seed in both]
             more = torch.tensor(more, dtype=torch.float64)
             one |= dict(difference=more.mean().item(), se=numerics.standard_error(more))
         found.append(one)
     return found
+
+
+def mean_of(rows):
+    return sum(row["value"] for row in rows) / len(rows)
 
 
 def seeds_in_words(groups):

@@ -28,10 +28,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nanomdlm.support import abilities
 from nanomdlm.support.cli import out_of_memory
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.constrain.automaton import still_wanted
 from nanomdlm.support.errors import TooLong, UserError
+from nanomdlm.support.infill import filling
 from nanomdlm.support.serving import answers, requests
 from nanomdlm.support.serving.engine import Closed, Engine, Full, GivenUp, Request, TookTooLong
 from nanomdlm.support.serving.metrics import Metrics
@@ -82,6 +84,11 @@ class Server:
     draining: bool = False
     running: int = 0  # requests that are answered now
     preparing: int = 0  # those of them that are not in the engine yet
+
+    def __post_init__(self):
+        if not self.options.max_gap:
+            is_causal = abilities.is_causal(self.writer.filler)
+            self.options.max_gap = filling.MAX_LINE if is_causal else filling.MAX_GAP
 
 
 def explained(error):

@@ -20,8 +20,7 @@ def show(writer, segments, job, emit):
     ids = torch.tensor(to_ids(segments, mask), dtype=torch.int64)
     film = HtmlRecorder(writer.tokenizer, ids, mask)
     ids = rows.x[0].tolist()
-    end = writer.tokenizer.end_id
-    n = ids.index(end) if end in ids else len(ids)
+    n = film.size(ids)
     tokens, given = film.shown()
     steps = sum(chunk.steps for chunk in rows.chunks())
     emit(0, dict(tokens=tokens[:n], given=given[:n], steps=steps))

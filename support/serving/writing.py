@@ -298,6 +298,8 @@ class Writer:
         kept = [i for i in range(first, n) if ids[i] != self.tokenizer.end_id]
         if not kept:
             return
+        if ids[n:] and ids[n] != self.tokenizer.end_id:  # a longer text was written, and cut
+            ids = [*ids[:n], *[writer.model.objective.pad_id] * (len(ids) - n)]
         how = dict(k=job.n_likeliest, n=n, first=first, given_all=not job.echo)
         text.logprobs = token_logprobs(writer.model, self.tokenizer, ids, drawn, **how)
         begins = begins_of(self.tokenizer.pieces(ids[:n]), sizes, text.parts)

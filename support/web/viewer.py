@@ -57,6 +57,18 @@ class HtmlRecorder:
         self.frames.append(frame)
         return True
 
+    def size(self, ids):
+        """The number of tokens of a final text, up to the [END] that ends it."""
+        end = self.tokenizer.end_id
+        # A prompt that is to be answered ends with a given one.
+        ends = (i for i, (id, given) in enumerate(zip(ids, self.given)) if id == end and not given)
+        return next(ends, len(ids))
+
+    def pieces(self, ids):
+        """The texts of tokens; an [END] that a prompt ends with is a line break."""
+        texts = self.tokenizer.pieces(ids)
+        return [text if id != self.tokenizer.end_id else "\n" for text, id in zip(texts, ids)]
+
     def shown(self):
         """Return (texts, given) of the text before the first step: "" for each mask."""
         tokens = []
@@ -64,7 +76,7 @@ class HtmlRecorder:
             zip(self.given, self.x.tolist()), lambda both: both[0]
         ):
             ids = [id for _, id in run]
-            tokens += self.tokenizer.pieces(ids) if is_given else [""] * len(ids)
+            tokens += self.pieces(ids) if is_given else [""] * len(ids)
         return tokens, self.given
 
     def newest(self):
@@ -79,9 +91,8 @@ class HtmlRecorder:
 
         ids: the final text
         """
-        end = self.tokenizer.end_id
-        n = ids.index(end) if end in ids else len(ids)
-        tokens = self.tokenizer.pieces(ids[:n])
+        n = self.size(ids)
+        tokens = self.pieces(ids[:n])
         frames = [[change for change in frame if change[0] < n] for frame in self.frames]
         # Replace ids by texts. A token that was drawn again later is decoded on its own; the final
         # one has its text within the whole, where an incomplete character is "".

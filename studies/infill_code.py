@@ -48,6 +48,7 @@ from nanomdlm.support.serving.writing import LINE
 
 SECONDS = 5  # of a test
 MEMORY = 1 << 30  # bytes
+TEMPERATURE = 0.8  # of the lines that are drawn
 PASSED = "all tests passed"
 LIMITS = f"""
 import resource
@@ -121,6 +122,7 @@ class Contestants:
         self.model = model
         self.tokenizer = tokenizer
         self.options = options
+        self.last = (None, [])
 
     def floor(self, task):
         indent = task.line[: len(task.line) - len(task.line.lstrip())]
@@ -133,8 +135,14 @@ class Contestants:
         room = self.model.config.block_size - filling.MAX_LINE - from_left.REACH
         return before.ids[-room:], gap, after.ids[: from_left.REACH]
 
-    def draws(self, task, n, temperature):
-        """[(line, its ids)] of n lines that are drawn, given the text before alone."""
+    def draws(self, task):
+        """[(line, its ids)]: a greedy line and others drawn, given the text before alone. Those of
+        a task are drawn once, so the time is that of the contestant which asks first."""
+        if self.last[0] != task.name:
+            self.last = (task.name, self.draw(task, self.options.lines))
+        return self.last[1]
+
+    def draw(self, task, n):
         before, gap, _ = self.frame(task)
         g = generator("lines", self.options.seed, task.name)
         rows = [[] for _ in range(n)]
@@ -152,8 +160,8 @@ class Contestants:
                 may_end = bool(gap.automaton.accepts[states[i]])
                 end = own[~goes_on].logsumexp(0) if may_end else own.new_tensor(-math.inf)
                 own = torch.cat((own.masked_fill(~goes_on, -math.inf), end[None]))
-                if temperature and i:  # the first is greedy
-                    id = int(torch.multinomial((own / temperature).softmax(-1), 1, generator=g))
+                if i:  # the first is greedy
+                    id = int(torch.multinomial((own / TEMPERATURE).softmax(-1), 1, generator=g))
                 else:
                     id = int(own.argmax())
                 if id == len(own) - 1:
@@ -164,22 +172,21 @@ class Contestants:
             open = still
             if not open:
                 break
-        done = [row for row, state in zip(rows, states) if gap.automaton.accepts[state]]
-        unique = dict.fromkeys(map(tuple, done))
-        return [(self.text_of(before, row, gap), list(row)) for row in unique]
+        # What has no end after MAX_LINE tokens is a line, too.
+        return [(self.text_of(before, row, gap), row) for row in rows]
 
     def text_of(self, before, row, gap):
         return self.tokenizer.cut([*before, *row], [len(before)])[1].removeprefix(gap.lead)
 
     def greedy(self, task):
-        return [line for line, _ in self.draws(task, 1, 0.0)]
+        return [self.draws(task)[0][0]]
 
     def drawn(self, task):
-        return [line for line, _ in self.draws(task, 2, 0.8)][-1:]
+        return [self.draws(task)[-1][0]]
 
     def ranked(self, task):
         before, _, after = self.frame(task)
-        lines = self.draws(task, self.options.lines, 0.8)
+        lines = list({tuple(ids): (line, ids) for line, ids in self.draws(task)}.values())
         scores = []
         for _, ids in lines:
             x = torch.tensor([[*before, *ids, *after]])

@@ -38,7 +38,7 @@ import mdlm
 from nanomdlm.kernels.reference import philox_words
 from nanomdlm.support import abilities
 from nanomdlm.support.cli import outputs, products, progress, python_arguments
-from nanomdlm.support.cli.devices import pick_device
+from nanomdlm.support.cli.devices import load_in, pick_device
 from nanomdlm.support.cli.settings import (
     Amount,
     Bounds,
@@ -166,6 +166,7 @@ class OutputFlags:
     """Where to compute, and how to show it."""
 
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; bfloat16: half the memory
     trust_remote_code: bool = False  # allow custom code from the checkpoint
     watch: bool = False  # show the unmasking in the terminal
     html: Writes = ""  # write a page that plays the unmasking to this file
@@ -902,7 +903,8 @@ def load(options):
     device = pick_device(options.device)
     gaps = bool(options.infill or options.batch or options.fix)
     trusted = options.trust_remote_code
-    read = partial(mdlm.load, device=device, whole=gaps, trust_remote_code=trusted)
+    how = dict(device=device, whole=gaps, trust_remote_code=trusted)
+    read = partial(load_in, options.dtype, mdlm.load, **how)
     folders, (model, tokenizer, config) = read_newest(default_run(options.out_dir), read)
     if config.prompt_column and not (options.prompt or options.fix):
         raise UserError("this model learned to answer prompts; give --prompt, not a template")

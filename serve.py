@@ -22,12 +22,12 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import mdlm
 import sample
 from nanomdlm.support.cli import environment, products
-from nanomdlm.support.cli.devices import pick_device
+from nanomdlm.support.cli.devices import load_in, pick_device
 from nanomdlm.support.cli.settings import Bounds, Context, Reads, names_of, shown
 from nanomdlm.support.cli.settings import parse as parse_settings
 from nanomdlm.support.errors import UserError
@@ -56,6 +56,7 @@ class Place:
     api_key: str = ""  # key that clients must send (default: the variable MDLM_API_KEY, if set)
     origin: str = ""  # sites whose pages may use it, as https://example.org,https://...
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; bfloat16: half the memory
     trust_remote_code: bool = False  # allow custom code from the checkpoint
     drain: Seconds = 10.0  # after SIGTERM, seconds to finish what has begun
 
@@ -110,7 +111,8 @@ def load(options):
     """(Writer, name, folders, config, device)"""
     device = pick_device(options.device)
     run = default_run(options.out_dir)
-    read = partial(mdlm.load, device=device, trust_remote_code=options.trust_remote_code)
+    how = dict(device=device, trust_remote_code=options.trust_remote_code)
+    read = partial(load_in, options.dtype, mdlm.load, **how)
     folders, (model, tokenizer, config) = read_newest(run, read)
     filler = model
     if config.infill_share:  # learned to fill gaps too, by another View

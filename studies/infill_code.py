@@ -40,11 +40,11 @@ import sample
 from nanomdlm.support.cli import environment, hub, outputs, progress
 from nanomdlm.support.cli.files import to_json
 from nanomdlm.support.cli.settings import Count, Natural, Reads, Seed, Writes, parse
+from nanomdlm.support.constrain.automaton import LINE
 from nanomdlm.support.infill import filling, from_left, templates
 from nanomdlm.support.infill.model_calls import next_logits, next_logp
 from nanomdlm.support.numerics import generator
 from nanomdlm.support.run.plots import table
-from nanomdlm.support.serving.writing import LINE
 
 SECONDS = 5  # of a test
 MEMORY = 1 << 30  # bytes

@@ -3,9 +3,11 @@
 import inspect
 import json
 import re
+import sys
 
 import pytest
 import torch
+from conftest import CPU
 from test_pretrained import folder_of, make_tokenizer, native, random_network, some_text
 from test_pretrained import tokenizer_of as tokenizer_of
 from test_untrained import next_logits
@@ -50,16 +52,24 @@ def test_what_is_kept_changes_no_number(kind, folder_of, monkeypatch):
     assert 2 * computed < sum(tokens)
 
 
-def test_what_is_kept_is_forgotten_when_weights_change(folder_of, monkeypatch):
+@pytest.mark.parametrize("how", ["in place", "data", "new"])
+def test_what_is_kept_is_forgotten_when_weights_change(how, folder_of, monkeypatch):
     model, tokenizer, _ = mdlm.load(folder_of("llama"))
 
     def text():
+        found = sample.search(model, tokenizer, "the name [___] of", top=1, max_gap=1)
         (text,) = sample.write(model, tokenizer, "the name of", length=14, temperature=0)
-        return text
+        return text, found[0].text
 
     before = text()
+    layer = model.layers[0].self_attn.v_proj
     with torch.no_grad():
-        model.layers[0].self_attn.v_proj.weight.mul_(-3)
+        if how == "in place":
+            layer.weight.mul_(-3)
+        elif how == "data":
+            layer.weight.data.mul_(-3)
+        else:
+            layer.weight = torch.nn.Parameter(-3 * layer.weight)
     after = text()
     monkeypatch.setattr(prefixes, "call", whole)
     assert after == text() != before
@@ -126,3 +136,42 @@ def test_fills_are_ranked_by_as_many_tokens_as_reach_says(coder, reach):
             at = torch.arange(before, min(len(ids), end + reach))
             scores[f"{name} = {digit}"] = logp[at, torch.tensor(ids)[at]].sum().item()
     assert found[0].logp >= max(scores.values()) - 1e-3
+
+
+# ---- Over HTTP
+@pytest.fixture(scope="module")
+def client(coder):
+    for package in ("greenlet", "starlette", "uvicorn", "httpx", "pydantic"):
+        pytest.importorskip(package)
+    from starlette.testclient import TestClient
+
+    import serve
+    from nanomdlm.support.serving import app, engine, writing
+
+    model, tokenizer, _ = coder
+    options = serve.Options()
+    computes = engine.Engine(CPU, options.max_active, options.max_waiting)
+    engine.start(computes)
+    writer = writing.Writer(model, model, tokenizer, serve.sampler)
+    server = app.Server(computes, writer, "out", 0, options)
+    return TestClient(app.make_app(server), base_url="http://localhost")
+
+
+@pytest.mark.parametrize("prefix", ["x = 1\n", "def f(a):\n" + 40 * " ", "def f(a):\n    return"])
+def test_an_editor_gets_one_line(prefix, client, monkeypatch):
+    """Without a library for patterns, however short it may be."""
+    monkeypatch.setitem(sys.modules, "outlines_core", None)
+    for n in (1, 2, 8):
+        body = dict(input_prefix=prefix, input_suffix="\n\nx = 2\n", n_predict=n)
+        answer = client.post("/infill", json=body)
+        assert answer.status_code == 200, answer.text
+        line = answer.json()["content"]
+        assert line.strip() and "\n" not in line
+
+
+def test_the_page_ranks_fills(client, coder):
+    body = dict(infill="def f(a):\n    [___]\n", rank=True, max_tokens=3)
+    events = client.post("/page", json=body).text.split("\n\n")
+    found = sample.search(*coder[:2], body["infill"], max_gap=3)
+    shown = [json.loads(line[6:]) for line in events if line][-1]["fills"]
+    assert [one["logp"] for one in shown] == pytest.approx([one.logp for one in found], abs=1e-3)

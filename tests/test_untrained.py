@@ -256,12 +256,13 @@ def test_data_has_a_name_on_the_hub(hub_of, tmp_path):
     pytest.importorskip("huggingface_hub")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("train-0", "train-1", "test-0"):
+    for name in ("train-0", "train-1", "test-0", "a[1]", "a1"):
         text = f"this is the text of {name}, and of no other. " * 200
         (source / f"{name}.jsonl").write_text(json.dumps(dict(text=text)) + "\n")
-    env = os.environ | dict(HF_HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    env |= dict(HF_ENDPOINT=hub_of(source), HF_HUB_DISABLE_XET="1", OMP_NUM_THREADS="1")
-    env = {name: value for name, value in env.items() if "proxy" not in name.lower()}
+    env = os.environ | dict(HF_HOME=str(tmp_path), HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    env |= dict(HF_ENDPOINT=hub_of(source), HF_HUB_DISABLE_XET="1")
+    hidden = ("proxy", "xdg_cache_home")
+    env = {k: v for k, v in env.items() if not k.lower().endswith(hidden)}
     small = "--n_layer=1 --n_head=1 --n_embd=16 --block_size=32 --max_steps=1 --device=cpu"
 
     def run(data, out, **more):
@@ -272,8 +273,14 @@ def test_data_has_a_name_on_the_hub(hub_of, tmp_path):
     data = "hf://datasets/me/tiny/train-*.jsonl"
     r = run(data, "run")
     assert r.returncode == 0, r.stderr
-    learned = [path.name for path in (tmp_path / "cache").rglob("*.jsonl")]
+    cache = tmp_path / ".cache" / "mdlm"
+    learned = [path.name for path in cache.rglob("*.jsonl")]
     assert sorted(learned) == ["train-0.jsonl", "train-1.jsonl"]
+    r = run("hf://datasets/me/tiny/a[1].jsonl", "brackets")
+    assert r.returncode == 0, r.stderr
+    assert {path.name for path in cache.rglob("a*.jsonl")} == {"a[1].jsonl"}
+    r = run("hf://datasets/me/tiny/a1.jsonl", "away", HF_ENDPOINT="http://127.0.0.1:9")
+    assert r.returncode == 2 and "a1.jsonl" in r.stderr and "Traceback" not in r.stderr
     r = run("hf://datasets/me/none", "none")
     assert r.returncode == 2 and "me/none" in r.stderr and "Traceback" not in r.stderr
     small += " --max_steps=2 --resume"

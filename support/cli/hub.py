@@ -5,6 +5,7 @@ work as everywhere. Downloads are weights in safetensors, settings, and texts: n
 """
 
 import fnmatch
+import glob
 import hashlib
 import os
 import re
@@ -37,7 +38,7 @@ def local(name):
     hub = optional("huggingface_hub", f"{name}, which is not a folder here but may be on a hub,")
     try:
         return Path(hub.snapshot_download(str(name), allow_patterns=FILES))
-    except (OSError, ValueError) as e:  # also those of the network, and of the hub
+    except Exception as e:  # those of the network and of the hub are of all kinds
         raise not_found(f"{name} is not a folder here, and not found on the hub", e) from None
 
 
@@ -60,29 +61,31 @@ def dataset(name):
     try:
         if not folder.exists():
             found = hub.HfApi().list_repo_files(f"{owner}/{repo}", **of_repo)
-            files = choose_files(name, found, pattern.rstrip("/"))
+            files = map(glob.escape, choose_files(name, found, pattern.rstrip("/")))
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
-                how = dict(allow_patterns=files, local_dir=Path(tmp) / "data")
+                how = dict(allow_patterns=[*files], local_dir=Path(tmp) / "data")
                 hub.snapshot_download(f"{owner}/{repo}", **of_repo, **how)
                 if not folder.exists():
                     shutil.move(how["local_dir"], folder)
-    except (OSError, ValueError) as e:
+    except UserError:
+        raise
+    except Exception as e:
         raise not_found(f"--data={name} is not found on the hub", e) from None
-    files = [path for path in folder.rglob("*") if path.is_file() and ".cache" not in path.parts]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in files if ".cache" not in path.relative_to(folder).parts]  # the hub's
     return str(files[0] if len(files) == 1 else files[0].parent)
 
 
 def choose_files(name, found, pattern):
     """Of the files that a hub has, those that a pattern names; UserError unless a run can read
     them as one folder."""
+    if pattern in found:
+        return [pattern]
     data = [file for file in found if file.endswith(DATA) and "dataset_info" not in file]
     if pattern:
-        data = [
-            file
-            for file in found
-            if fnmatch.fnmatch(file, pattern) or file.rpartition("/")[0] == pattern
-        ]
+        here = [file for file in found if file.rpartition("/")[0] == pattern]
+        data = here or fnmatch.filter(found, pattern)
     folders = {file.rpartition("/")[0] for file in data}
     if len(folders) != 1:
         what = ", ".join(sorted(data or found))[:300]

@@ -4,18 +4,25 @@ So the programs start without them, and also work if they have been removed. (--
 product, but is rarely used as well.)
 """
 
+import importlib.util
 from types import SimpleNamespace
 
 from nanomdlm.support.cli import environment
 
 
-def automata():
-    """Regular expressions as automata over tokens."""
+def automata(pattern=None):
+    """Regular expressions as automata over tokens. pattern: the one that is needed."""
     from nanomdlm.support.constrain import automaton
 
-    environment.optional("outlines_core", "a gap that must match")
+    if pattern not in automaton.BUILT_IN:
+        environment.optional("outlines_core", "a gap that must match")
 
     return automaton
+
+
+def has_automata():
+    """Whether this copy of the project has them: without, templates do not use them."""
+    return importlib.util.find_spec("nanomdlm.support.constrain") is not None
 
 
 def drawing():

@@ -235,14 +235,43 @@ class Automaton:
         return bool(accepts[state])
 
 
+def anything():
+    """`byte_automaton` of all texts but the empty one."""
+    table = np.array([[1], [1], [2]], np.int32).repeat(256, 1)
+    return table, np.array([False, True, False])
+
+
+def line():
+    """`byte_automaton` of LINE."""
+    table, accepts = anything()
+    table[:2, ord("\n")] = 2
+    table[0, [ord(" "), ord("\t")]] = 0
+    return table, accepts
+
+
+def after_lead(lead, table, accepts):
+    """`byte_automaton` of the bytes of `lead`, and then of what a byte automaton takes."""
+    n = len(lead)
+    first = np.full((n, 256), n + len(table) - 1, np.int32)
+    first[np.arange(n), list(lead)] = np.arange(1, n + 1)
+    return np.concatenate((first, table + n)), np.concatenate((np.zeros(n, bool), accepts))
+
+
+LINE = r"[ \t]*[^\s][^\n]*"  # a line, or the rest of one, that is not blank
+BUILT_IN = {"": anything, LINE: line}  # patterns that need no library
+
+
 @remembered(maxsize=32)
-def automaton_of(pattern, tokenizer, is_first=False, space=""):
+def automaton_of(pattern, tokenizer, is_first=False, space="", lead=""):
     """Return the Automaton of a pattern over the tokens of a tokenizer.
 
-    is_first, space: of the first token, see `spellings`. Raises UserError for a pattern that cannot
-    be used, and where no text of these tokens matches.
+    pattern: as for `byte_automaton`, or one of BUILT_IN. is_first, space: of the first token, see
+    `spellings`. lead: text before what matches. Raises UserError for a pattern that cannot be used,
+    and where no text of these tokens matches.
     """
-    table, accepts = byte_automaton(pattern)
+    table, accepts = BUILT_IN[pattern]() if pattern in BUILT_IN else byte_automaton(pattern)
+    if lead:
+        table, accepts = after_lead(lead.encode(), table, accepts)
     dead = len(table) - 1
     V = tokenizer.vocab_size
     within = spellings(tokenizer)

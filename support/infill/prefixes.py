@@ -2,13 +2,20 @@
 
 A call then computes only what none of these texts begins with: one token of each text while they
 are written, and what follows the first difference while fills of a gap are compared. The numbers
-are the same up to rounding.
+are the same up to rounding. They are kept within `kept`, because nothing tells when weights change.
 """
 
+import contextlib
+import functools
+import threading
 import weakref
 
+from torch import nn
+
 MOST_BYTES = 1 << 28  # kept for a network
-HELD = weakref.WeakKeyDictionary()  # module of the library -> Held
+LOCK = threading.Lock()
+USERS = weakref.WeakKeyDictionary()  # module of the library -> how many `kept` are open
+HELD = weakref.WeakKeyDictionary()  # the same -> Held
 
 
 class Held:
@@ -19,10 +26,9 @@ class Held:
 
     S = 1
 
-    def __init__(self, ids, past, version):
+    def __init__(self, ids, past):
         self.ids = ids
         self.past = past
-        self.version = version
         self.length = 0  # tokens that a call reuses
 
     def update(self):
@@ -34,38 +40,66 @@ class Held:
         lengths, rows = same.cumprod(-1).sum(-1).max(1)  # (B,)
         self.length = min(int(lengths.min()), most)
         if self.length:
-            self.past.crop(self.length - self.ids.shape[1])
-            self.past.batch_select_indices(rows)
+            for layer in self.past.layers:
+                layer.keys = layer.keys[rows, :, : self.length]
+                layer.values = layer.values[rows, :, : self.length]
 
 
-def version_of(body):
-    """A number that grows when the weights change."""
-    return sum(p._version for p in body.parameters())
+def keep(model, change=1):
+    """From now on, calls reuse what those before them have computed: weights must not change."""
+    body = getattr(model, "body", None) if isinstance(model, nn.Module) else None
+    if body is None:
+        return
+    with LOCK:
+        USERS[body] = USERS.get(body, 0) + change
+        if not USERS[body]:
+            del USERS[body]
+            HELD.pop(body, None)
+
+
+@contextlib.contextmanager
+def kept(model):
+    """Context manager: `keep`, and then forget. For several threads, and nested."""
+    keep(model)
+    try:
+        yield
+    finally:
+        keep(model, -1)
+
+
+def keeps(generator):
+    """Decorator: `kept` for a generator function of a model."""
+
+    @functools.wraps(generator)
+    def within(model, *args, **more):
+        with kept(model):
+            yield from generator(model, *args, **more)
+
+    return within
 
 
 def call(model, view):
-    """Return model(view), the logits (n, V) at view.rows. The network may be any, and on a call
-    that asks for no rows, or whose Views are not causal, nothing is reused."""
+    """Return model(view). Nothing is reused outside of `kept`, by other networks, by Views that are
+    not causal, and by calls that ask for all logits."""
     body = getattr(model, "body", None)
-    is_usual = view.rows is not None and len(view.rows) and view.at.dim() == 1
-    if body is None or not (view.causal and is_usual) or view.sees is not None or model.training:
+    if body not in USERS or not view.causal or view.sees is not None or view.at.dim() > 1:
+        return model(view)
+    if view.rows is None or not len(view.rows):
         return model(view)
     from transformers import DynamicCache  # optional, and there: it made the network
 
     N = view.ids.shape[1]
-    version = version_of(body)
     held = HELD.pop(body, None)  # by one thread
-    if held is None or held.version != version:
-        held = Held(view.ids[:, :0], DynamicCache(), version)
-    held.select(view.ids, int((view.rows % N).min()))
+    if held is not None:
+        held.select(view.ids, int((view.rows % N).min()))
+    if held is None or not held.length:
+        held = Held(view.ids, DynamicCache())
     P = held.length
-    if not P:
-        held = Held(view.ids, DynamicCache(), version)
     rows = view.rows // N * (N - P) + view.rows % N - P
-    short = view._replace(ids=view.ids[:, P:], at=view.at[P:], rows=rows, cache=held)
-    logits = model(short)
+    logits = model(view._replace(ids=view.ids[:, P:], at=view.at[P:], rows=rows, cache=held))
     held.ids = view.ids
     size = sum(t.nbytes for layer in held.past.layers for t in (layer.keys, layer.values))
-    if size <= MOST_BYTES:
-        HELD[body] = held
+    with LOCK:
+        if size <= MOST_BYTES and body in USERS:
+            HELD[body] = held
     return logits

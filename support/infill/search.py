@@ -34,6 +34,7 @@ from nanomdlm.support.infill.model_calls import (
     next_logits,
     rows_per_call,
 )
+from nanomdlm.support.infill.prefixes import kept
 
 OPEN = -1  # a position of a fill with no token yet
 ROWS = 8  # partial fills that one call expands at most; more would often be in vain
@@ -302,7 +303,6 @@ def at_edges(masked):
     return [at for at in masked if not {at - 1, at + 1} <= {*masked}]
 
 
-@torch.no_grad()
 def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search: None):
     """Go on with Searches, in shared network calls, until their lists are proven.
 
@@ -311,6 +311,15 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
     gets a fill: the one that is nearest to its end is completed, unless too many fills are refused.
     update(search): called for each sequence
     """
+    with torch.no_grad(), kept(model):
+        take_turns(model, searches, limit, deadline, update)
+        for search in searches:
+            if not search.fills:
+                complete(model, search, deadline, update)
+
+
+def take_turns(model, searches, limit, deadline, update):
+    """The part of `run` within the limit and the deadline."""
     waiting = deque(searches)
     call = 0.0  # seconds of the last one: as many are reserved for the first fill
     while waiting and time.monotonic() + call < deadline:
@@ -322,17 +331,18 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
             search.expand(node, places, logp)
             update(search)
         call = time.monotonic() - began
-    for search in searches:
-        if search.fills:
-            continue
-        search.sort(deepest_first=True)
-        more = MORE_IN_TIME if deadline < math.inf else MORE
-        stop = search.sequences + more * (1 + max(len(frame.open) for frame in search.frames))
-        while not search.fills and search.queue and search.sequences < stop:
-            item = search.ask_about(heapq.heappop(search.queue)[-1])
-            search.expand(item[1], item[3], *ask(model, [item]))
-            update(search)
-        search.sort(deepest_first=False)
+
+
+def complete(model, search, deadline, update):
+    """Find a first fill of a Search: complete the one that is nearest to its end."""
+    search.sort(deepest_first=True)
+    more = MORE_IN_TIME if deadline < math.inf else MORE
+    stop = search.sequences + more * (1 + max(len(frame.open) for frame in search.frames))
+    while not search.fills and search.queue and search.sequences < stop:
+        item = search.ask_about(heapq.heappop(search.queue)[-1])
+        search.expand(item[1], item[3], *ask(model, [item]))
+        update(search)
+    search.sort(deepest_first=False)
 
 
 def next_batch(model, waiting, limit):

@@ -29,7 +29,6 @@ GAP_OR_LINE = re.compile(GAP.pattern.removesuffix(")") + "|_)")  # for a vocabul
 OPENING = re.compile(r"(?:___|█+)[:|]")
 ESCAPE = re.compile(rf"\\(?=\[(?:MASK\]|{OPENING.pattern}))")  # \ before text, not a mark
 LINE_END = re.compile("\r?\n")
-ANYTHING = "(?s:.+)"
 SPACED = ".,;:!?%"  # marks that a space usually follows
 
 
@@ -39,17 +38,18 @@ class Text(str):
     lends_space: the last space of the text is in none of the ids. The next token, the first of a
         gap, must begin with it
     lead: the line break and indentation at the end of the text, which are in none of the ids. The
-        tokens of the gap after it begin with them
+        tokens of the gap after it begin with them. n_lead: how many tokens they are alone
     """
 
     is_gap = False
     is_open = False
 
-    def __new__(cls, text, ids, lends_space=False, lead=""):
+    def __new__(cls, text, ids, lends_space=False, lead="", n_lead=0):
         made = super().__new__(cls, text)
         made.ids = ids
         made.lends_space = lends_space
         made.lead = lead
+        made.n_lead = n_lead
         return made
 
     @property
@@ -67,6 +67,7 @@ class Gap(NamedTuple):
     automaton: Any = None  # constrain.automaton.Automaton, once its place in the text is known
     spelled: tuple = ()  # the ids of the choices, each a tuple
     lead: str = ""  # with which its tokens begin, of the text before it
+    n_lead: int = 0  # how many tokens that is alone, which max_gap does not count
 
     is_gap = True
     lends_space = False
@@ -91,7 +92,9 @@ class Gap(NamedTuple):
         """The possible numbers of tokens, up to max_gap unless all choices are known."""
         if self.spelled:
             return sorted({len(ids) for ids in self.spelled})
-        return self.automaton.lengths(max_gap) if self.automaton else [*range(1, max_gap + 1)]
+        if self.automaton:
+            return self.automaton.lengths(max_gap + self.n_lead)
+        return [*range(1, max_gap + 1)]
 
     def of_length(self, length):
         """The same gap, of a known length."""
@@ -128,7 +131,9 @@ def encode_text(text, tokenizer, after_gap, before_gap, before_open=False):
     without = text.rstrip(" \t\n")
     lead = text[len(without) :]
     if before_open and "\n" in lead and (without or after_gap) and joins_lines(tokenizer):
-        return Text(text, tokenizer.encode_lossless(without, after_gap), lead=lead)
+        known = tokenizer.encode_lossless(without, after_gap)
+        n = len(tokenizer.encode_lossless(text, after_gap)) - len(known)
+        return Text(text, known, lead=lead, n_lead=max(n, 0))
     ids = tokenizer.encode_lossless(text, after_gap)
     if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens.any()):
         return Text(text, ids)
@@ -141,7 +146,7 @@ def encode_text(text, tokenizer, after_gap, before_gap, before_open=False):
 @functools.lru_cache(4)
 def joins_lines(tokenizer):
     """Whether some token of text has a line break and indentation after it."""
-    if tokenizer.kind != "file" or not tokenizer.space_tokens.any():
+    if tokenizer.kind != "file" or not tokenizer.space_tokens.any() or not products.has_automata():
         return False
     return any(b"\n " in (tokenizer.token(i, False) or b"") for i in range(tokenizer.vocab_size))
 
@@ -167,7 +172,8 @@ def encode_segments(segments, tokenizer):
     ids = []
     for segment in encode_strings(segments, tokenizer):
         if segment.is_gap and segment.automaton is None:
-            segment = segment._replace(lead=encoded[-1].lead if encoded else "")
+            if encoded:
+                segment = segment._replace(lead=encoded[-1].lead, n_lead=encoded[-1].n_lead)
             if segment.pattern or segment.lead:
                 segment = place_pattern(segment, encoded[-1:], ids, tokenizer)
         encoded.append(segment)
@@ -189,11 +195,10 @@ def place_pattern(gap, before, ids, tokenizer):
         decoded = tokenizer.cut(ids, [start])[1]
         if has_own_space(last, decoded, tokenizer):
             space = "lent" if last.lends_space else "drop"
-    pattern = gap.pattern or ANYTHING
     if gap.lead:
-        pattern = f"{gap.lead}({pattern})"
         space = ""
-    automaton = products.automata().automaton_of(pattern, tokenizer, not ids, space)
+    automata = products.automata(gap.pattern)
+    automaton = automata.automaton_of(gap.pattern, tokenizer, not ids, space, gap.lead)
     gap = gap._replace(automaton=automaton)
     if gap.length is not None and not automaton.fits(gap.length):
         what = f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}"
@@ -215,8 +220,10 @@ def has_open(segments):
 def check_lengths(segments, max_gap):
     """Raise UserError for a gap that no text of at most max_gap tokens can fill."""
     for segment in segments:
-        if segment.is_open and not segment.spelled and segment.size > max_gap:
-            what = f"{segment.pattern[:40]!r} needs at least {segment.size} tokens"
+        most = max_gap + segment.n_lead
+        if segment.is_open and not segment.spelled and segment.size > most:
+            size = segment.size - segment.n_lead
+            what = f"{segment.pattern[:40]!r} needs at least {size} tokens"
             raise UserError(f"{what}, more than max_gap={max_gap}; raise --max_gap")
 
 

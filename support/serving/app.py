@@ -33,7 +33,7 @@ from nanomdlm.support.cli import out_of_memory
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.constrain.automaton import still_wanted
 from nanomdlm.support.errors import TooLong, UserError
-from nanomdlm.support.infill import filling
+from nanomdlm.support.infill import filling, prefixes
 from nanomdlm.support.serving import answers, requests
 from nanomdlm.support.serving.engine import Closed, Engine, Full, GivenUp, Request, TookTooLong
 from nanomdlm.support.serving.metrics import Metrics
@@ -86,6 +86,8 @@ class Server:
     preparing: int = 0  # those of them that are not in the engine yet
 
     def __post_init__(self):
+        for model in (self.writer.model, self.writer.filler):
+            prefixes.keep(model)
         if not self.options.max_gap:
             is_causal = abilities.is_causal(self.writer.filler)
             self.options.max_gap = filling.MAX_LINE if is_causal else filling.MAX_GAP

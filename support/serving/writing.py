@@ -24,7 +24,6 @@ from nanomdlm.support.serving.answers import Text, begins_of
 from nanomdlm.support.serving.requests import Refused
 from nanomdlm.support.serving.watching import show, show_fills
 
-LINE = r"[ \t]*[^\s][^\n]*"  # a line, or the rest of one, that is not blank
 MOST_PATTERNS = 64  # gaps of a request that must match,
 MOST_PATTERN_SIZE = 1 << 16  # and the characters of their patterns
 
@@ -142,7 +141,7 @@ class Writer:
             before, after = self.cut(before, after, L - min(job.max_tokens, max(1, L // 2)))
         gap = one_of(job.choices) if job.choices else Gap(pattern=job.regex or "")
         if job.cut and abilities.is_causal(self.filler):  # at an editor's cursor
-            gap = Gap(pattern=LINE)
+            gap = Gap(pattern=products.automata("").LINE)
         segments = [segment for segment in (before, gap, after) if segment != ""]
         segments = templates.encode_strings(segments, self.tokenizer)
         templates.check_context(segments, L)

@@ -4,7 +4,8 @@
     python studies/calibrations.py --out_dir=ar0,ar1 --data=tinyshakespeare.txt --networks=1
 
 Every row is a distribution, so its NELBO is a bound. Temperatures are fitted to one half of the
-validation windows and measured on the other half, in turns: no window chose its own. A row without
+validation text and measured on the other half, in turns: no window chose its own. Errors are over
+blocks of neighboring windows, because these are alike. A row without
 a fit is the calibration that the checkpoint has. results/record.md has the table.
 """
 
@@ -70,7 +71,8 @@ class Dropped(nn.Module):
 
 
 def losses(model, windows, passes):
-    """(W passes,) numbers of windows and of their masks, and mean CE (W passes, len(GRID))."""
+    """(W passes,) numbers of blocks of neighboring windows, one in each batch, which are alike; of
+    their masks; and mean CE (W passes, len(GRID))."""
     T = windows.shape[1]
     rows = []
     bar = progress.bar(total=len(windows) * passes, desc="evaluating")
@@ -90,17 +92,17 @@ def losses(model, windows, passes):
     return map(torch.cat, zip(*rows))
 
 
-def measured(window, ce):
-    """(NELBO, standard error, mean of each window) of CE (n,) at masks of windows (n,)."""
-    n = window.bincount()
-    by_window = torch.zeros(len(n), dtype=torch.float64).index_add_(0, window, ce) / n
-    return by_window.mean().item(), numerics.standard_error(by_window), by_window
+def measured(block, ce):
+    """(NELBO, standard error, sum of each block's part in it) of CE (n,) at masks of blocks (n,)."""
+    n = block.max() + 1
+    parts = torch.zeros(n, dtype=torch.float64).index_add_(0, block, ce) * n / len(ce)
+    return parts.mean().item(), numerics.standard_error(parts), parts
 
 
-def fitted(window, group, ce):
-    """CE (n,) where each half of the windows has the temperatures that suit the other half best,
+def fitted(block, group, ce):
+    """CE (n,) where each half of the text has the temperatures that suit the other half best,
     one for each group (n,); and the temperatures (2, groups)."""
-    half = (window > window.max() // 2).long()
+    half = (block > block.max() // 2).long()
     chosen = torch.zeros(2, int(group.max()) + 1, dtype=torch.long)
     for h in (0, 1):
         for g in group.unique():
@@ -113,32 +115,30 @@ def compared(model, windows, own, options):
     rows = []
     first = None
 
-    def add(name, window, ce, temperatures=None):
+    def add(name, block, ce, temperatures=None):
         nonlocal first
-        nelbo, se, by_window = measured(window, ce)
-        first = by_window if first is None else first
-        row = dict(
-            calibration=name, nelbo=nelbo, se=se, difference=(by_window - first).mean().item()
-        )
-        row["difference_se"] = numerics.standard_error(by_window - first)
+        nelbo, se, parts = measured(block, ce)
+        first = parts if first is None else first
+        row = dict(calibration=name, nelbo=nelbo, se=se, difference=(parts - first).mean().item())
+        row["difference_se"] = numerics.standard_error(parts - first)
         rows.append(row | dict(temperatures=temperatures))
 
     networks = [model]
     if options.networks > 1:
         networks.append(Dropped(model, options.networks))
     for network in networks:
-        window, n, ce = losses(network, windows, options.passes)
+        block, n, ce = losses(network, windows, options.passes)
         tenth = (10 * n - 1) // windows.shape[1]
         calls = "" if network is model else f", mean of {options.networks} calls with dropout"
-        add(f"none{calls}", window, ce[:, 0])
+        add(f"none{calls}", block, ce[:, 0])
         if network is model and own in GRID[1:]:
-            add(f"its own temperature, {own:g}", window, ce[:, GRID.index(own)])
+            add(f"its own temperature, {own:g}", block, ce[:, GRID.index(own)])
         groups = {"one temperature": torch.zeros_like(tenth), "by tenth of rates": tenth}
         if model.objective.metric == "nll":  # nothing is masked
             del groups["by tenth of rates"]
         for kind, group in groups.items():
-            chosen, temperatures = fitted(window, group, ce)
-            add(f"{kind}{calls}", window, chosen, temperatures.tolist())
+            chosen, temperatures = fitted(block, group, ce)
+            add(f"{kind}{calls}", block, chosen, temperatures.tolist())
     return rows
 
 

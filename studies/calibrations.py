@@ -93,8 +93,9 @@ def losses(model, windows, passes):
 
 
 def measured(block, ce):
-    """(NELBO, standard error, sum of each block's part in it) of CE (n,) at masks of blocks (n,)."""
-    n = block.max() + 1
+    """(NELBO, standard error, parts of the blocks, of which it is the mean) of CE (n,) in blocks (n,)
+    of windows."""
+    n = int(block.max()) + 1
     parts = torch.zeros(n, dtype=torch.float64).index_add_(0, block, ce) * n / len(ce)
     return parts.mean().item(), numerics.standard_error(parts), parts
 

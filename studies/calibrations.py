@@ -5,8 +5,8 @@
 
 Every row is a distribution, so its NELBO is a bound. Temperatures are fitted to one half of the
 validation text and measured on the other half, in turns: no window chose its own. Errors are over
-blocks of neighboring windows, because these are alike. A row without
-a fit is the calibration that the checkpoint has. results/record.md has the table.
+blocks of neighboring windows, because these are alike. A row without a fit is the calibration that
+the checkpoint has. results/record.md has the table.
 """
 
 import math
@@ -93,8 +93,7 @@ def losses(model, windows, passes):
 
 
 def measured(block, ce):
-    """(NELBO, standard error, parts of the blocks, of which it is the mean) of CE (n,) in blocks (n,)
-    of windows."""
+    """(NELBO, standard error, what each block adds to it) of CE (n,) in blocks (n,)."""
     n = int(block.max()) + 1
     parts = torch.zeros(n, dtype=torch.float64).index_add_(0, block, ce) * n / len(ce)
     return parts.mean().item(), numerics.standard_error(parts), parts

@@ -114,6 +114,7 @@ def test_a_fill_has_the_tokens_of_the_whole_text(coder, before, gap, line, after
 @torch.no_grad()
 @pytest.mark.parametrize("reach", [1, 3, 64])
 def test_fills_are_ranked_by_as_many_tokens_as_reach_says(coder, reach):
+    pytest.importorskip("outlines_core")
     model, tokenizer, theirs = coder
     after = "\n    return a + b\n"
     template = f"def f(a):\n    [___:[ab] = [0-6]]{after}"

@@ -63,6 +63,7 @@ from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import adaptive, display, filling, templates
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.infill.filling import Candidates
+from nanomdlm.support.infill.from_left import REACH
 from nanomdlm.support.infill.model_calls import (
     Memo,
     device_of,
@@ -155,7 +156,7 @@ class TextFlags:
     num_samples: Natural = 0  # texts to write (0: one; with gaps, the likeliest)
     candidates: Natural = 0  # show this many of the likeliest fills, with scores (0: 3)
     max_gap: Context = 0  # longest fill of [___], in tokens (0: 16; 32 of a line, objective ar)
-    reach: Count = 64  # objective ar: tokens of text after [___] that rank its fills
+    reach: Count = REACH  # objective ar: tokens of text after [___] that rank its fills
     fix: Reads = ""  # proofread this text file (-: stdin), without changing it
     output: Writes = ""  # write the text corrected by --fix here (-: stdout)
     caution: Caution = 0.0  # additional gain, in nats, that a change of --fix needs
@@ -708,7 +709,9 @@ class Writer:
             made += rows.written()
         return made
 
-    def filling(self, segments, n, max_gap=0, update=lambda n: None, deadline=math.inf, reach=64):
+    def filling(
+        self, segments, n, max_gap=0, update=lambda n: None, deadline=math.inf, reach=REACH
+    ):
         """The filling.Filling that searches for the n likeliest fills of a template."""
 
         def draw(segments, n):
@@ -801,7 +804,7 @@ def search(
     max_gap: int = 0,
     limit: int = filling.LIMIT,
     seconds: float = math.inf,
-    reach: int = 64,
+    reach: int = REACH,
 ) -> Candidates:
     """The most likely fills of a template, as filling.Candidates: a list, best first.
 
@@ -893,7 +896,7 @@ def check(options, given):
     if options.output:
         products.proofreading_of_files().check_output(options)
     rules = [
-        ("candidates max_gap", not (options.infill or options.batch), "without gaps"),
+        ("candidates max_gap reach", not (options.infill or options.batch), "without gaps"),
         ("logprobs", not (options.json or options.batch), "without --json"),
         ("output caution", not options.fix, "without --fix"),
         ("steps", options.order == "one_shot", "with --order=one_shot, which is one step"),

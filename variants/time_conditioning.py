@@ -57,7 +57,7 @@ class RateEmbedding(nn.Linear):
         """The input of the layers for mask rates: (B, 1, C), or (B, N, C) with documents."""
         C = self.in_features
         waves = torch.cos(rate * math.pi * torch.arange(C, device=rate.device))
-        return F.silu(super().forward(waves))
+        return F.silu(super().forward(waves.to(self.weight.dtype)))
 
 
 class AdaLN(nn.Linear):

@@ -1,7 +1,8 @@
 """Models and data by name: OWNER/NAME of the Hugging Face hub, and files in the GGUF format.
 
-The hub is asked by huggingface_hub, so its cache, HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE
-work as everywhere. Downloads are weights in safetensors, settings, and texts: no pickles, no code.
+The hub is asked by huggingface_hub, so HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE work as everywhere;
+models are in its cache (HF_HOME), data in ~/.cache/mdlm/datasets. Downloads are weights in
+safetensors, settings, and texts: no pickles, no code.
 """
 
 import fnmatch
@@ -13,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from urllib.parse import unquote
 
 from nanomdlm.support.cli.environment import optional
 from nanomdlm.support.errors import UserError
@@ -46,20 +48,21 @@ def dataset(name):
     """The file or folder of --data: `name` itself, or that of hf://datasets/OWNER/NAME[/FILES].
 
     FILES: a file, a folder, or a pattern such as data/train-*.parquet; default: all of a dataset
-    that has its files in one folder. A branch or commit may follow NAME: OWNER/NAME@main. The files
+    that has its files in one folder. A branch or commit may follow NAME: OWNER/NAME@main, with %2F
+    for a slash in its name. The files
     of each name have a folder of their own in the user's cache. Raises UserError if the hub does
     not have them.
     """
     if not name.startswith(DATASETS):
         return name
-    hub = optional("huggingface_hub", name)
     owner, _, rest = name.removeprefix(DATASETS).partition("/")
     repo, _, pattern = rest.partition("/")
     repo, _, revision = repo.partition("@")
-    of_repo = dict(repo_type="dataset", revision=revision or None)
+    of_repo = dict(repo_type="dataset", revision=unquote(revision) or None)
     folder = cache("datasets") / hashlib.sha256(name.encode()).hexdigest()[:16]
     try:
         if not folder.exists():
+            hub = optional("huggingface_hub", name)
             found = hub.HfApi().list_repo_files(f"{owner}/{repo}", **of_repo)
             files = map(glob.escape, choose_files(name, found, pattern.rstrip("/")))
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +74,7 @@ def dataset(name):
     except UserError:
         raise
     except Exception as e:
-        raise not_found(f"--data={name} is not found on the hub", e) from None
+        raise not_found(f"--data={name} cannot be downloaded", e) from None
     files = [path for path in folder.rglob("*") if path.is_file()]
     files = [path for path in files if ".cache" not in path.relative_to(folder).parts]  # the hub's
     return str(files[0] if len(files) == 1 else files[0].parent)
@@ -84,8 +87,8 @@ def choose_files(name, found, pattern):
         return [pattern]
     data = [file for file in found if file.endswith(DATA) and "dataset_info" not in file]
     if pattern:
-        here = [file for file in found if file.rpartition("/")[0] == pattern]
-        data = here or fnmatch.filter(found, pattern)
+        here = [file for file in data if file.rpartition("/")[0] == pattern]
+        data = here or fnmatch.filter(data, pattern)
     folders = {file.rpartition("/")[0] for file in data}
     if len(folders) != 1:
         what = ", ".join(sorted(data or found))[:300]

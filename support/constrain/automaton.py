@@ -242,10 +242,10 @@ def anything():
 
 
 def line():
-    """`byte_automaton` of LINE."""
+    """`byte_automaton` of LINE, where only white space of ASCII is blank."""
     table, accepts = anything()
     table[:2, ord("\n")] = 2
-    table[0, [ord(" "), ord("\t")]] = 0
+    table[0, list(b" \t\r\v\f")] = 0
     return table, accepts
 
 
@@ -257,7 +257,7 @@ def after_lead(lead, table, accepts):
     return np.concatenate((first, table + n)), np.concatenate((np.zeros(n, bool), accepts))
 
 
-LINE = r"[ \t]*[^\s][^\n]*"  # a line, or the rest of one, that is not blank
+LINE = r"[ \t\r\v\f]*[^\s][^\n]*"  # a line, or the rest of one, that is not blank
 BUILT_IN = {"": anything, LINE: line}  # patterns that need no library
 
 

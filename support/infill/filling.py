@@ -46,7 +46,7 @@ N_LENGTHS = 3  # lengths that are searched, of all those that one call compares
 LONG = 24  # tokens to fill beyond which a sampler draws the fills
 DRAWS = 8  # fills that it draws
 MAX_GAP = 16  # tokens of the longest fill of a gap, by default
-MAX_LINE = 32  # the same for a gap that must match and is filled from left to right: a line of code
+MAX_LINE = 32  # of one that must match and is filled from left to right, such as a line of code
 REACH = 8  # tokens of text after the last gap that compare lengths
 MOST_SHAPES = 64  # combinations of the lengths of several gaps that are kept, the likeliest
 

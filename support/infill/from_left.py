@@ -46,9 +46,9 @@ class FromLeft(Search):
         if node.skip:  # what is left of its children costs more than the Node itself
             regret += node.least - node.cost
         order = (regret,)
-        if self.is_deepest_first:  # time is over: any that ends, or else the longest
-            order = (0, node.least) if self.is_ending(node) else (-len(node.fill), node.least)
-            order = (not self.is_ending(node), *order)
+        if self.is_deepest_first:  # time is over: first those that end, then the longest
+            is_ending = self.is_ending(node)
+            order = (not is_ending, 0 if is_ending else -len(node.fill), node.least)
         return order, node.frame, node.path, node.skip, node
 
     def is_ending(self, node):
@@ -84,7 +84,7 @@ class FromLeft(Search):
         self.extend(node, node.cost, len(node.fill), logp, allowed)
 
     def may_end(self, fill):
-        """Whether a fill matches, if each of its ids but the last may be followed by others."""
+        """Whether a fill matches as it is. Each id but its last may be part of some match."""
         k = len(fill)
         if k not in self.by_length:
             return False
@@ -110,6 +110,6 @@ class FromLeft(Search):
                 filter = self.frames[number].filter
                 more = filter.allowed((*fill, *[OPEN] * (length - k)), k)
                 allowed = more if allowed is None else allowed | more
-                if not (filter.must_match or filter.only):  # that of all lengths
+                if not (filter.must_match or filter.only):  # all lengths allow the same
                     break
         return allowed

@@ -46,7 +46,9 @@ def rows_per_call(model, device, positions=1):
     """
     if not is_large(model):
         return call_size(model, device)
-    return max(1, min(8, (1 << 25) // (positions * model.vocab_size)))
+    fits = (1 << 25) // (positions * model.vocab_size)
+    most = 8 if torch.device(device).type == "cpu" else max(8, call_size(model, device))
+    return max(1, min(most, fits))
 
 
 def groups(model, n, device, size=None, writing=False):
@@ -101,8 +103,8 @@ def logits_at(model, xt, row, at, device):
     row, at: (n,) the row and the position in xt of each
     device: the model's device
 
-    Equal rows are computed once, in calls of call_size. The last MLP and the head compute only the
-    n positions.
+    Equal rows are computed once, in calls of rows_per_call. The last MLP and the head compute only
+    the n positions.
     """
     xt, same = xt.unique(dim=0, return_inverse=True)
     row = same[row]

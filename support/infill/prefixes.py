@@ -2,7 +2,8 @@
 
 A call then computes only what none of these texts begins with: one token of each text while they
 are written, and what follows the first difference while fills of a gap are compared. The numbers
-are the same up to rounding. They are kept within `kept`, because nothing tells when weights change.
+are the same up to rounding. They are kept only inside `kept`, because a change of weights cannot be
+detected, and only if they take MOST_BYTES at most.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ HELD = weakref.WeakKeyDictionary()  # the same -> Held
 class Held:
     """What the network has computed of texts ids (R, n): `past`, a cache of the library.
 
-    A View has it as its `cache`: each token sees itself and all before it, like blocks of one.
+    It is passed as View.cache; S = 1 makes attention causal.
     """
 
     S = 1
@@ -79,8 +80,8 @@ def keeps(generator):
 
 
 def call(model, view):
-    """Return model(view). Nothing is reused outside of `kept`, by other networks, by Views that are
-    not causal, and by calls that ask for all logits."""
+    """Return model(view), reusing what is held. Outside of `kept`, for other networks, for Views
+    that are not causal or have spans, and without rows, nothing is reused."""
     body = getattr(model, "body", None)
     if body not in USERS or not view.causal or view.sees is not None or view.at.dim() > 1:
         return model(view)

@@ -306,10 +306,10 @@ def at_edges(masked):
 def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search: None):
     """Go on with Searches, in shared network calls, until their lists are proven.
 
-    limit: sequences that the network may see for each Search. deadline: time.monotonic() after
-    which no further call begins, or ends if it takes as long as the last one. Even then each list
-    gets a fill: the one that is nearest to its end is completed, unless too many fills are refused.
-    update(search): called for each sequence
+    limit: sequences that the network may see for each Search. deadline: time.monotonic() before
+    which a call must end if it takes as long as the last one; else it does not begin. Even then
+    each list gets a fill: the one that is nearest to its end is completed, unless too many fills
+    are refused. update(search): called for each sequence
     """
     with torch.no_grad(), kept(model):
         take_turns(model, searches, limit, deadline, update)

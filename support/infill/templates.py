@@ -130,11 +130,11 @@ def encode_text(text, tokenizer, after_gap, before_gap, before_open=False):
     """
     without = text.rstrip(" \t\n")
     lead = text[len(without) :]
+    ids = tokenizer.encode_lossless(text, after_gap)
     if before_open and "\n" in lead and (without or after_gap) and joins_lines(tokenizer):
         known = tokenizer.encode_lossless(without, after_gap)
-        n = len(tokenizer.encode_lossless(text, after_gap)) - len(known)
-        return Text(text, known, lead=lead, n_lead=max(n, 0))
-    ids = tokenizer.encode_lossless(text, after_gap)
+        if ids[: len(known)] == known:  # no token has parts of both
+            return Text(text, known, lead=lead, n_lead=len(ids) - len(known))
     if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens.any()):
         return Text(text, ids)
     without = text[:-1] if text.endswith(" ") else text.rstrip()
@@ -157,7 +157,8 @@ def encode_strings(segments, tokenizer):
     for i, segment in enumerate(segments):
         if not isinstance(segment, (Text, Gap)):
             gap = next(iter(segments[i + 1 : i + 2]), None)
-            is_open = gap is not None and gap.is_open
+            is_endless = i + 2 == len(segments) and gap == Gap()  # it may end at a line break
+            is_open = gap is not None and gap.is_open and not is_endless
             segment = encode_text(segment, tokenizer, i > 0, gap is not None, is_open)
         encoded.append(segment)
     return encoded

@@ -138,10 +138,10 @@ def by_seed(rows, settings):
     first = next(iter(groups.values()))
     found = []
     for group in groups.values():
-        rows = [row for several in group.values() for row in several]
+        members = [row for several in group.values() for row in several]
         means = {seed: mean_of(several) for seed, several in group.items()}
         values = torch.tensor([*means.values()], dtype=torch.float64)
-        one = dict(runs=[row["run"] for row in rows], seeds=list(group))
+        one = dict(runs=[row["run"] for row in members], seeds=list(group))
         one |= dict(mean=values.mean().item(), spread=None)
         if len(group) > 1:
             one["spread"] = values.std().item()
@@ -155,6 +155,7 @@ def by_seed(rows, settings):
 
 
 def mean_of(rows):
+    """The mean value of runs, nats per token."""
     return sum(row["value"] for row in rows) / len(rows)
 
 

@@ -223,6 +223,7 @@ class Writer:
             values = [math.nan if value is None else value for value in one.drawn]
             drawn = torch.tensor(values, dtype=torch.float64)
             n = int((~drawn.isnan()).sum())
+            n -= sum(segment.n_lead for segment in one.segments if segment.is_gap)
             text = Text(one.parts, n, is_ended=True)
             self.add_logprobs(writer, text, job, one.segments, one.ids, drawn)
             tell(i, text, True)
@@ -297,7 +298,7 @@ class Writer:
         kept = [i for i in range(first, n) if ids[i] != self.tokenizer.end_id]
         if not kept:
             return
-        if ids[n:] and ids[n] != self.tokenizer.end_id:  # a longer text was written, and cut
+        if job.echo and ids[n:] and ids[n] != self.tokenizer.end_id:  # a longer text, cut
             ids = [*ids[:n], *[writer.model.objective.pad_id] * (len(ids) - n)]
         how = dict(k=job.n_likeliest, n=n, first=first, given_all=not job.echo)
         text.logprobs = token_logprobs(writer.model, self.tokenizer, ids, drawn, **how)

@@ -241,10 +241,16 @@ def anything():
     return table, np.array([False, True, False])
 
 
-def line():
-    """`byte_automaton` of LINE, where only white space of ASCII is blank."""
+def within_line():
+    """`byte_automaton` of ".+", a text in one line."""
     table, accepts = anything()
     table[:2, ord("\n")] = 2
+    return table, accepts
+
+
+def line():
+    """`byte_automaton` of LINE, where only white space of ASCII is blank."""
+    table, accepts = within_line()
     table[0, list(b" \t\r\v\f")] = 0
     return table, accepts
 
@@ -258,7 +264,7 @@ def after_lead(lead, table, accepts):
 
 
 LINE = r"[ \t\r\v\f]*[^\s][^\n]*"  # a line, or the rest of one, that is not blank
-BUILT_IN = {"": anything, LINE: line}  # patterns that need no library
+BUILT_IN = {"": anything, ".+": within_line, LINE: line}  # patterns that need no library
 
 
 @remembered(maxsize=32)

@@ -88,9 +88,8 @@ class Server:
     def __post_init__(self):
         for model in (self.writer.model, self.writer.filler):
             prefixes.keep(model)
-        if not self.options.max_gap:
-            is_causal = abilities.is_causal(self.writer.filler)
-            self.options.max_gap = filling.MAX_LINE if is_causal else filling.MAX_GAP
+        if not self.options.max_gap and abilities.is_causal(self.writer.filler):
+            self.options.max_gap = filling.MAX_LINE
 
 
 def explained(error):

@@ -26,6 +26,7 @@ from pydantic import (
 
 from nanomdlm.support.cli.settings import shown
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.filling import MAX_GAP
 
 MOST_STEPS = 1 << 13  # of a context; random numbers of all are drawn at once
 TOO_MUCH = ("less_than_equal", "too_long", "string_too_long")  # errors of pydantic, status 422
@@ -146,7 +147,7 @@ class Sampled(Body):
 
     def check(self, limits):
         """Raise Refused for what is more than the server allows; limits: a serve.RequestLimits."""
-        limit = limits.max_tokens if self.goes_on else limits.max_gap
+        limit = limits.max_tokens if self.goes_on else limits.max_gap or MAX_GAP
         if self.max_tokens is None:
             self.max_tokens = min(self.DEFAULT_TOKENS, limit)
         check_limit("max_tokens", self.max_tokens, limit)
@@ -323,7 +324,7 @@ class Infill(OneText, Body):
         return self.t_max_predict_ms / 1000 if self.t_max_predict_ms > 0 else math.inf
 
     def check(self, limits):
-        limit = limits.max_gap
+        limit = limits.max_gap or MAX_GAP
         self.max_tokens = limit if self.max_tokens < 0 else min(self.max_tokens, limit)
 
 

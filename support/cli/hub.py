@@ -49,9 +49,8 @@ def dataset(name):
 
     FILES: a file, a folder, or a pattern such as data/train-*.parquet; default: all of a dataset
     that has its files in one folder. A branch or commit may follow NAME: OWNER/NAME@main, with %2F
-    for a slash in its name. The files
-    of each name have a folder of their own in the user's cache. Raises UserError if the hub does
-    not have them.
+    for a slash in its name. The files of each name have a folder of their own in the user's cache.
+    Raises UserError if the hub does not have them.
     """
     if not name.startswith(DATASETS):
         return name

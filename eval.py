@@ -130,7 +130,8 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     """All figures of a model on windows (W, T) of a corpus, as a dict for JSON.
 
     In addition to those of mdlm.evaluate, in nats per token: `perplexity`; `bpc`, `bpc_se`: bits
-    per character; `by_position`: mean confidence and accuracy, (T,) lists; `calibration`: share of
+    per character; `se_blocks`: the standard error over 20 blocks of neighboring windows, whose
+    losses are alike (infinity below 40 windows); `by_position`: mean confidence and accuracy, (T,) lists; `calibration`: share of
     predictions, confidence and accuracy by bin of confidence, and `ece`, the mean of |accuracy -
     confidence| (Guo et al., 1706.04599); `exact`: from left to right. NaN means no data.
     """
@@ -157,6 +158,9 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
     nats = r.get("nll", r.get("nelbo"))
     r |= dict(perplexity=math.exp(min(nats, 700)), bpc=per_character(nats, corpus))
     r |= dict(bpc_se=per_character(r["se"], corpus), entropy=corpus.entropy)
+    length = torch.tensor(r["tokens_by_window"], dtype=torch.float64)
+    residual = torch.tensor(r["by_window"]) - nats * length / length.mean()
+    r["se_blocks"] = numerics.block_error(residual)
     if "nll" in r:
         r["exact"] = {name: r[name] for name in ("nll", "se", "bpc", "windows", "by_window")}
     elif exact:
@@ -210,6 +214,8 @@ def report(r):
     if "exact" in r and "nelbo" in r:
         windows = r["exact"]["windows"]
         lines.append(f"exact, left to right: {likelihood(r['exact'])}, {windows} windows")
+    if math.isfinite(r["se_blocks"]):
+        lines.append(f"over 20 blocks of neighboring windows: +- {r['se_blocks']:.4f}")
     if r["entropy"]:
         lines.append(f"exact entropy of the patterns: {r['entropy']:.4f} nats per token")
     c = r["calibration"]

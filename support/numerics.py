@@ -38,6 +38,17 @@ def standard_error(values):
     return values.std().item() / len(values) ** 0.5 if len(values) > 1 else math.inf
 
 
+def block_error(values, blocks=20):
+    """Return the standard error of the mean of values (W,) over blocks of neighboring windows.
+
+    Losses of neighboring windows are correlated, so an error over windows is too small as a
+    statement about other text of the kind. Infinity for fewer than two windows a block.
+    """
+    if len(values) < 2 * blocks:
+        return math.inf
+    return standard_error(torch.stack([part.mean() for part in values.tensor_split(blocks)]))
+
+
 def stratified(n, *key):
     """Draw from each of n equal intervals of [0, 1) once, in random order: (n,) float64."""
     g = generator(*key)

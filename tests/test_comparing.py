@@ -62,6 +62,23 @@ def test_error_says_how_far_the_difference_is_off(compared):
     assert 0.85 < statistics.stdev(z) < 1.15
 
 
+def test_error_over_blocks_holds_where_neighbors_are_alike(compared):
+    """Losses that drift: over windows the error is too small, over blocks it is right."""
+    z = {"se": [], "se_blocks": []}
+    for seed in range(200):
+        pair = [evaluation(1, W=400), evaluation(1, W=400)]
+        drift = np.repeat(np.random.default_rng(seed).normal(size=100), 4) / 10
+        pair[1]["by_window"] = (np.array(pair[0]["by_window"]) + drift).tolist()
+        for r in pair:
+            del r["by_mask"]
+        found = compared(*pair)["bound"]
+        for name, ratios in z.items():
+            ratios.append(found["difference"] / found[name])
+    assert statistics.stdev(z["se"]) > 1.7
+    assert 0.85 < statistics.stdev(z["se_blocks"]) < 1.2
+    assert numerics.block_error(torch.ones(39)) == float("inf")
+
+
 def test_what_the_counts_explain_is_no_error(compared):
     """A difference that depends on the mask rate alone is known, as both have the same rates."""
     a = evaluation(1)

@@ -31,11 +31,13 @@ def read_evaluation(path):
 
 
 def mean_difference(a, b, tokens):
-    """The mean of b - a (W,) per token, and its standard error; tokens (W,) of each window."""
+    """The mean of b - a (W,) per token, and its standard errors over windows and over blocks of
+    neighboring windows; tokens (W,) of each window."""
     a, b, tokens = (torch.tensor(x, dtype=torch.float64) for x in (a, b, tokens))
     more = (b - a).mean().item()
     residual = b - a - more * tokens / tokens.mean()  # b and a are in proportion to the tokens
-    return dict(difference=more, se=numerics.standard_error(residual))
+    blocks = numerics.block_error(residual)
+    return dict(difference=more, se=numerics.standard_error(residual), se_blocks=blocks)
 
 
 def differences(a, b):
@@ -184,6 +186,8 @@ def in_words(r):
             shown["exact"] = run["exact"]
         for name, found in shown.items():
             error = f" +- {found['se']:.4f}" if math.isfinite(found["se"]) else ""
+            if math.isfinite(found["se_blocks"]):
+                error += f" (over blocks +- {found['se_blocks']:.4f})"
             lines.append(f"{name}: {found['difference']:+.4f}{error} nats per token")
         if "by_rate" in run:
             found = [tenth or {} for tenth in run["by_rate"]]
@@ -191,5 +195,6 @@ def in_words(r):
             for name, key in (("CE, difference", "difference"), ("+-", "se")):
                 rows.append([name, *(tenth.get(key) for tenth in found)])
             lines.append(table(rows, digits=3))
-    lines.append("negative: better than the first; +-: standard error of the paired difference")
+    lines.append("negative: better than the first; +-: standard error of the paired difference,")
+    lines.append("over windows and, for 40 and more, over 20 blocks of neighboring windows")
     return "\n".join(lines)

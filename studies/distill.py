@@ -60,20 +60,25 @@ class Distilled(Variant):
         return (ce * batch.weights).sum()
 
 
+def train(objective, flags):
+    """Train as mdlm.py does with these flags; objective: default objective -> the one to use."""
+    make_run = mdlm.make_run
+
+    def make_distilled(*args, **more):
+        run = make_run(*args, **more)
+        run.model.objective = objective(run.model.objective)
+        return run
+
+    mdlm.make_run = make_distilled
+    return mdlm.main(flags, PROCESS_START)
+
+
 def main(argv):
     if len(argv) < 2 or argv[0].startswith("-"):
         raise UserError("first give the teachers, and the share of windows to rewrite")
     names, share, *flags = argv
     teacher = calibration.calibrated(mdlm.load(names)[0])
-    make_run = mdlm.make_run
-
-    def make_distilled(*args, **more):
-        run = make_run(*args, **more)
-        run.model.objective = Distilled(run.model.objective, teacher, float(share))
-        return run
-
-    mdlm.make_run = make_distilled
-    return mdlm.main(flags, PROCESS_START)
+    return train(lambda inner: Distilled(inner, teacher, float(share)), flags)
 
 
 if __name__ == "__main__":

@@ -60,17 +60,17 @@ class Distilled(Variant):
         return (ce * batch.weights).sum()
 
 
-def train(objective, flags):
-    """Train as mdlm.py does with these flags; objective: default objective -> the one to use."""
+def train(objective, flags, start):
+    """Train as mdlm.py does with these flags, and objective(the default one, the model)."""
     make_run = mdlm.make_run
 
     def make_distilled(*args, **more):
         run = make_run(*args, **more)
-        run.model.objective = objective(run.model.objective)
+        run.model.objective = objective(run.model.objective, run.model)
         return run
 
     mdlm.make_run = make_distilled
-    return mdlm.main(flags, PROCESS_START)
+    return mdlm.main(flags, start)
 
 
 def main(argv):
@@ -78,7 +78,11 @@ def main(argv):
         raise UserError("first give the teachers, and the share of windows to rewrite")
     names, share, *flags = argv
     teacher = calibration.calibrated(mdlm.load(names)[0])
-    return train(lambda inner: Distilled(inner, teacher, float(share)), flags)
+
+    def objective(inner, model):
+        return Distilled(inner, teacher, float(share))
+
+    return train(objective, flags, PROCESS_START)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from nanomdlm.support.cli import entry
 
-entry.start(__name__)
+PROCESS_START = entry.start(__name__)
 
 import torch
 
@@ -114,7 +114,11 @@ def main(argv):
     name, calls, *flags = argv
     teacher, _, config = mdlm.load(name)
     n = config.block_size // int(calls)
-    return distill.train(lambda inner: ThroughTime(inner, teacher, n), flags)
+
+    def objective(inner, model):
+        return ThroughTime(inner, teacher, n)
+
+    return distill.train(objective, flags, PROCESS_START)
 
 
 if __name__ == "__main__":

@@ -131,9 +131,10 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
 
     In addition to those of mdlm.evaluate, in nats per token: `perplexity`; `bpc`, `bpc_se`: bits
     per character; `se_blocks`: the standard error over 20 blocks of neighboring windows, whose
-    losses are alike (infinity below 40 windows); `by_position`: mean confidence and accuracy, (T,) lists; `calibration`: share of
-    predictions, confidence and accuracy by bin of confidence, and `ece`, the mean of |accuracy -
-    confidence| (Guo et al., 1706.04599); `exact`: from left to right. NaN means no data.
+    losses are alike (infinity below 40 windows); `by_position`: mean confidence and accuracy, (T,)
+    lists; `calibration`: share of predictions, confidence and accuracy by bin of confidence, and
+    `ece`, the mean of |accuracy - confidence| (Guo et al., 1706.04599); `exact`: from left to
+    right. NaN means no data.
     """
     W, T = windows.shape
     B = batch_size or group_size(model, windows.device)

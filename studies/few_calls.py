@@ -1,8 +1,10 @@
 """Self-distillation through time (SDTT, 2410.21035): one call learns what two calls say.
 
-    python studies/few_calls.py weights/record 16 --data=tinyshakespeare.txt --init_from=weights/record \\
-        --max_steps=1000 --muon_lr=0.004 --learning_rate=0.002 --out_dir=student
-    python studies/few_calls.py measure weights/record,student --data=tinyshakespeare.txt --ar_dir=twin
+    python studies/few_calls.py weights/record 16 --data=tinyshakespeare.txt \\
+        --init_from=weights/record --max_steps=1000 --muon_lr=0.004 --learning_rate=0.002 \\
+        --out_dir=student
+    python studies/few_calls.py measure weights/record,student \\
+        --data=tinyshakespeare.txt --ar_dir=twin
 
 The first word names the teacher, the second its number of calls for a text: a first call reveals
 that share of the text, a second one sees it. The student, which sees neither, matches the first

@@ -510,6 +510,27 @@ def runs(folder_of, some_text, tmp_path_factory):
     return run
 
 
+@torch.no_grad()
+def test_the_log_has_what_the_decoder_knew(runs, folder_of, some_text):
+    """The likelihood from left to right before training, as the library computes it."""
+    out = runs("llama")
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    (first,) = (r for r in records if "decoder_nll" in r)
+    assert first["step"] == 0
+    _, tokenizer, config = mdlm.load(out)
+    folder = checkpoint.find_checkpoint(str(out))
+    with eval.open_data("", folder, tokenizer, config, torch.device("cpu")) as (corpus, _):
+        windows = corpus.windows(config.eval_windows)
+    n = first.get("windows", len(windows))
+    windows = windows[torch.arange(n) * len(windows) // n].long()
+    theirs = native("llama", folder_of("llama"), is_causal=True)
+    assert first["decoder_nll"] == pytest.approx(
+        theirs(windows, labels=windows).loss.item(), abs=1e-2
+    )
+    encoder = (runs("bert") / "log.jsonl").read_text()
+    assert "decoder_nll" not in encoder
+
+
 TUNED = [("bert", ""), ("llama", ""), ("llama", "--shift=false")]
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.networks import attention_masks, lora
+from nanomdlm.support.view import View
 
 SHIFT = "mdlm_shift"  # in the config.json of exports: whether they were trained with --shift
 NEVER = -3e4  # logit of [MASK] in the loss: its probability is 0, and float16 can hold it
@@ -168,6 +169,17 @@ class Pretrained(nn.Module):
             W = torch.cat((W, bias[:, None].to(W.dtype)), 1)
             h = F.pad(h, (0, 1), value=1.0)
         return self.ops.linear_cross_entropy(h, W, targets, weights)
+
+    @torch.no_grad()
+    def next_token_nll(self, windows):
+        """The mean -log p of tokens (W, T) given those before them, as a decoder predicts them;
+        without the first of each window. Nats per token."""
+        at = torch.arange(windows.shape[1], device=windows.device)
+        ce = []
+        for x in windows.split(1):
+            logits = self(View(x, at, causal=True))[0, :-1]
+            ce.append(F.cross_entropy(logits, x[0, 1:]))
+        return torch.stack(ce).mean().item()
 
     # ---- With --lora, parameters are what is trained (lora.py)
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):

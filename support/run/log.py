@@ -17,6 +17,7 @@ from nanomdlm.support.cli.terminal import escaped, silence_stdout
 from nanomdlm.support.errors import SharedError
 from nanomdlm.support.run import ranks, shards
 from nanomdlm.support.run.advice import advice
+from nanomdlm.support.run.evaluation import eval_mode
 
 BAR = "{percentage:3.0f}%|{bar:16}| {desc}, {elapsed}<{remaining}{postfix}"
 
@@ -46,6 +47,7 @@ class Log:
         self.speed = 0.0  # tokens/s up to then
         self.tracker = None  # on the first rank the Tracker of --tracker
         self.score = {}  # the last evaluation, for its checkpoint
+        self.decoder_nll = None  # of the network that --init_from gave, if it predicts next tokens
 
     # ---- log.jsonl
     def record(self, run, values):
@@ -161,6 +163,9 @@ class Log:
         if r["windows"] < run.eval_windows:
             values["windows"] = r["windows"]
         values |= dict(val_ar_shifted=r["ar_shifted"]) if key == "nll" else dict(ce_by_rate=r["ce"])
+        adapts = run.config.init_from and key == "nelbo" and not run.step
+        if adapts and getattr(getattr(run.model, "network", None), "is_decoder", False):
+            self.decoder_nll = values["decoder_nll"] = self.measure_decoder(run, r["windows"])
         self.record(run, values)
         if not run.step and not run.config.init_from:
             V = run.model.vocab_size
@@ -175,9 +180,23 @@ class Log:
             text += f", {r['ar_shifted']:.4f} without the first token of each window"
         if run.corpus.entropy:
             text += f", exact entropy {run.corpus.entropy:.4f}"
+        if self.decoder_nll:
+            few = "" if r["ce"][0] is None else f"{r['ce'][0]:.4f} with up to 10 % masked, "
+            text += f"; {few}{self.decoder_nll:.4f} from left to right before training"
         if "windows" in values:
             text += f" ({r['windows']} of {run.eval_windows} windows)"
         self.say(text)
+
+    def measure_decoder(self, run, n):
+        """The likelihood from left to right on n windows, before training.
+
+        Until an adapted network is clearly below it where little is masked, it fills gaps no better
+        than the decoder does from the left.
+        """
+        windows = run.corpus.windows(run.config.eval_windows)
+        windows = windows[torch.arange(n) * len(windows) // n].long()
+        with run.autocast(), eval_mode(run.model):
+            return run.model.next_token_nll(windows)
 
     def samples(self, run, preview, x):
         """Print texts x (2, T), in which the model filled what `preview`, of to_preview, hides."""

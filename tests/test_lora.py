@@ -18,6 +18,7 @@ from test_pretrained import (
 )
 
 import mdlm
+from nanomdlm.support.cli.devices import load_in
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import checkpoint
 
@@ -98,6 +99,18 @@ def test_export_merges_the_adapters(kind, runs, some_text, tmp_path):
     assert not any("lora" in name for name in theirs.state_dict())
     argv = flags_of(tmp_path / "hf", some_text, tmp_path / "again", "--max_steps=1")
     assert run_mdlm(*argv) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", tiers(KINDS, ["gpt2"], ["gemma3_text"]))
+def test_writing_merges_the_adapters(kind, runs):
+    """sample.py and serve.py: the same logits, in as many layers as the network had."""
+    before, after = mdlm.load(runs(kind))[0], load_in("float32", mdlm.load, runs(kind))[0]
+    ids = torch.arange(2, 14)[None] % before.vocab_size
+    ids[:, ::3] = before.mask_id
+    assert torch.allclose(before(ids), after(ids), atol=1e-5)
+    assert any("lora" in name for name, _ in before.named_modules())
+    assert not any("lora" in name for name, _ in after.named_modules())
 
 
 def test_other_weights_are_refused(folder_of, some_text, tmp_path, capfd):

@@ -9,7 +9,6 @@ A checkpoint's network.json names the folder of the weights and their checksums.
 adapters to the weights, for an export.
 """
 
-import copy
 import zlib
 from pathlib import Path
 
@@ -106,8 +105,7 @@ def share(model, other, within):
 
 @torch.no_grad()
 def merge(model):
-    """A copy of a Pretrained with its adapters added to its weights, parameters as before `add`."""
-    model = copy.deepcopy(model)
+    """Add the adapters of a Pretrained to its weights; its parameters are those before `add`."""
     model.frozen = set()
     model.requires_grad_(True)
     base_kind = library().tuners.tuners_utils.BaseTunerLayer
@@ -120,4 +118,3 @@ def merge(model):
     scale = embedding(at)[0].norm() / embedding.weight[model.mask_id].norm()  # Gemma's have one
     embedding.weight[model.mask_id] = model.mask_vector / scale
     model.mask_vector = None
-    return model

@@ -181,6 +181,11 @@ class Pretrained(nn.Module):
             ce.append(F.cross_entropy(logits, x[0, 1:]))
         return torch.stack(ce).mean().item()
 
+    def merge_adapters(self):
+        """Add the adapters of --lora, if there are any, to the weights."""
+        if self.frozen:
+            lora.merge(self)
+
     # ---- With --lora, parameters are what is trained (lora.py)
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         """As nn.Module's, without frozen ones; with recurse=False, as FSDP asks, with them."""
@@ -205,7 +210,9 @@ class Pretrained(nn.Module):
     def to_library(self, end_id=None):
         """A copy of the library's module with its head in place; end_id: of [END], if there is."""
         if self.frozen:
-            return lora.merge(self).to_library(end_id)
+            merged = copy.deepcopy(self)
+            lora.merge(merged)
+            return merged.to_library(end_id)
         body = copy.deepcopy(self.body)
         rows = range(len(self.head_weight))
         never = [i for i in rows if i >= self.vocab_size or i == self.mask_id]  # to be drawn

@@ -570,26 +570,26 @@ def test_only_the_default_falls_back(offline, tmp_path, monkeypatch, capsys):
 # Few records, empty records
 
 
-EARLIER = {
-    ("char", ""): 3153558695,
-    ("char", "\\n"): 2792376773,
-    ("word", ""): 1647001398,
-    ("word", "\\n"): 1036197013,
-}
+EARLIER = dict(char=3153558695, word=1647001398)
 
 
-@pytest.mark.parametrize("kind", ["char", "word"])
-@pytest.mark.parametrize("separator", ["", "\\n"])
-def test_ids_of_earlier_versions_stay(tmp_path, kind, separator):
+@pytest.mark.parametrize("kind", EARLIER)
+def test_ids_of_earlier_versions_stay(tmp_path, kind):
     """The split and the vocabulary are those of before records could be split."""
-    if separator:
-        (tmp_path / "x").write_text("".join(TEXTS), encoding="utf-8")
-    else:
-        write_jsonl(tmp_path / "x.jsonl")
-    data = tmp_path / ("x" if separator else "x.jsonl")
-    flags = dict(tokenizer=kind, vocab_size=300, separator=separator)
-    corpus = prepared(data, tmp_path / "d", **flags)[0]
-    assert corpus.identity["data"] == EARLIER[kind, separator]
+    write_jsonl(tmp_path / "x.jsonl")
+    corpus = prepared(tmp_path / "x.jsonl", tmp_path / "d", tokenizer=kind, vocab_size=300)[0]
+    assert corpus.identity["data"] == EARLIER[kind]
+
+
+def test_a_separator_splits_between_documents(tmp_path):
+    """The same ids as of records: no document is in both parts."""
+    texts = [f"doc {i} " + "abc" * (i % 9) for i in range(200)]
+    (tmp_path / "x.txt").write_text("###".join(texts), encoding="utf-8")
+    write_jsonl(tmp_path / "x.jsonl", texts)
+    found = [prepared(tmp_path / "x.txt", tmp_path / "a", separator="###")[0]]
+    found.append(prepared(tmp_path / "x.jsonl", tmp_path / "b")[0])
+    for part in ("train", "val"):
+        assert torch.equal(*(corpus.ids[part] for corpus in found))
 
 
 def books(folder, sizes):

@@ -77,8 +77,6 @@ class Source:
     characters validates.
     """
 
-    ends_at_cut = True  # a document that validation cuts in two has an [END] in both parts
-
     def __init__(self, config, texts, template=None):
         self.config = config
         self.texts = texts  # a function that streams the text
@@ -118,12 +116,20 @@ class Source:
         return min(self.cut, int(0.9 * n))
 
     def find_edge(self, nine_tenths, ends):
-        """After how many characters validation begins. ends: where documents end."""
+        """The number of characters before validation: usually up to the document at nine tenths.
+
+        If that leaves too little for validation, the document is split. ends: where documents end.
+        """
+        if not sources.has_documents(self.config):
+            return nine_tenths
         if self.config.separator and len(ends) < 2:
             what = f"--separator={self.config.separator!r} is nowhere between two texts"
             advice = "leave it out, or see how the lines end"
             raise UserError(f"{what} of --data={self.config.data}; {advice}")
-        return nine_tenths
+        edge = ends[bisect.bisect_left(ends, nine_tenths)]
+        left = self.n - edge
+        is_enough = left and (left >= 0.05 * self.n or len(ends) >= FEW)
+        return edge if is_enough else nine_tenths
 
     def encode(self, tokenizer):
         """Stream (ids, whether they train), with the [END] of each document, as survey() split it.
@@ -142,7 +148,7 @@ class Source:
                 if not piece:
                     continue
                 ids = self.encode_piece(tokenizer, piece, end)
-                goes_on = trains and k < len(text) and not self.ends_at_cut
+                goes_on = trains and k < len(text)
                 if end and not goes_on and tokenizer.end_id is not None:
                     ids = np.append(ids, tokenizer.end_id)
                 yield ids, trains
@@ -173,8 +179,6 @@ class Source:
 class Records(Source):
     """The texts of a data set of records."""
 
-    ends_at_cut = False
-
     def read(self):
         config = self.config
         columns = [name for name in (config.prompt_column, config.text_column) if name]
@@ -201,20 +205,15 @@ class Records(Source):
             warn(f"--data={config.data}: {what}")
 
     def find_edge(self, nine_tenths, ends):
-        """The number of characters before validation: usually up to the record at nine tenths.
-
-        If that leaves too little for validation, the record is split; a prompt and its answer are
-        used for validation.
-        """
+        """As of other documents, but a prompt and its answer are not split: the last ones
+        validate."""
+        if not self.config.prompt_column:
+            return super().find_edge(nine_tenths, ends)
+        if len(ends) < 2:
+            what = f"--data={self.config.data} is a single prompt with its answer"
+            raise UserError(f"{what}, with no record left to validate; give more records")
         edge = ends[bisect.bisect_left(ends, nine_tenths)]
-        left = self.n - edge
-        if self.config.prompt_column:
-            if len(ends) < 2:
-                what = f"--data={self.config.data} is a single prompt with its answer"
-                raise UserError(f"{what}, with no record left to validate; give more records")
-            return edge if left else ends[-2]
-        is_enough = left and (left >= 0.05 * self.n or len(ends) >= FEW)
-        return edge if is_enough else nine_tenths
+        return edge if edge < self.n else ends[-2]
 
 
 def to_score(config):

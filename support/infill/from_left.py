@@ -1,9 +1,9 @@
 """The search for fills of a gap of unknown length by a model that predicts from left to right.
 
 The distribution of the next token says how likely each longer fill is, and how likely it is that
-the fill ends: then the next token is the first one after the gap. An end is scored exactly, by the
-tokens after the gap, once its turn comes. So fills of all lengths share their beginnings. The list
-is by
+the fill ends: then the next token is the first one after the gap. Once the turn of an end comes, it
+is scored by the first tokens after the gap and, unless these are too unlikely, by the others. So
+fills of all lengths share their beginnings. The list is by
 
     log p(gap, the next REACH tokens | before)
 
@@ -12,11 +12,13 @@ which they are less likely than the likeliest token at each of their positions: 
 the model would write, then what differs from it least, each to its end.
 """
 
+import heapq
 import math
 
 from nanomdlm.support.infill.search import OPEN, Node, Search
 
 REACH = 64  # tokens of text after the gap that rank its fills
+FEW = 2  # of them score an end first, once the list is full
 
 
 class FromLeft(Search):
@@ -39,6 +41,7 @@ class FromLeft(Search):
         self.L = len(frame.x)
         self.before = frame.x[:first]
         self.after = frame.x[last : frame.size][: self.reach]
+        self.losses = [math.inf] * len(self.after)  # the least -log p of each, after any fill
         self.push(Node(self.longest, 0.0, ()))
 
     def entry(self, node):
@@ -56,18 +59,20 @@ class FromLeft(Search):
         return node.frame != self.longest or len(node.fill) == self.most
 
     def ask_about(self, node):
-        self.sequences += 1
-        after = self.after if self.is_ending(node) else []
-        x = [*self.before, *node.fill, *after]
-        begin = len(self.before) + len(node.fill)
-        places = range(begin, begin + max(1, len(after)))
+        n = 1  # tokens of which the network is asked
+        if self.is_ending(node):
+            n = len(self.after) - node.scored
+            if node.scored < FEW and self.worst[0] < math.inf:
+                n = min(n, FEW)
+        self.sequences += node.scored < FEW  # for the first time
+        begin = len(self.before) + len(node.fill) + node.scored
+        x = [*self.before, *node.fill, *self.after]
         x += [0] * (self.L - len(x))  # not seen
-        return self, node, x[: self.L], [*places]
+        return self, node, x[: self.L], [*range(begin, begin + n)]
 
     def expand(self, node, places, logp):
         if self.is_ending(node):
-            cost = node.cost - sum(logp[i, id].item() for i, id in enumerate(self.after))
-            self.offer(node._replace(cost=cost, least=cost))
+            self.score(node, logp)
             return
         logp = logp[0]
         allowed = self.allowed(node.fill)
@@ -76,12 +81,43 @@ class FromLeft(Search):
             least = -logp.masked_fill(~allowed, -math.inf).max().item()  # of a longer fill
             ending = node._replace(
                 frame=self.by_length[len(node.fill)],
+                cost=node.cost + end,
                 least=node.cost + end,
                 regret=node.regret + max(0.0, end - least),
+                scored=len(self.after[:1]),
             )
             self.add(ending)
             node = node._replace(regret=node.regret + max(0.0, least - end))
         self.extend(node, node.cost, len(node.fill), logp, allowed)
+
+    def score(self, node, logp):
+        """Add the next tokens after the gap to the cost of an end, by logp (k, V) there.
+
+        It waits until nothing else is left to try if it costs more than the list even if each of
+        the others is as likely as it ever was, which is a guess.
+        """
+        cost = node.cost
+        k = node.scored
+        for each in logp:
+            loss = -each[self.after[k]].item()
+            self.losses[k] = min(loss, self.losses[k])
+            cost += loss
+            k += 1
+        node = node._replace(cost=cost, least=cost, scored=k)
+        if k < len(self.after) and cost + sum(self.losses[k:]) > self.worst[0]:
+            node = node._replace(regret=math.inf)
+        self.add(node)
+
+    def take(self, may_begin=True):
+        if may_begin:
+            return super().take()
+        for entry in self.queue:
+            node = entry[-1]
+            if node.scored >= FEW and node.regret < math.inf and node.rank < self.worst:
+                self.queue.remove(entry)
+                heapq.heapify(self.queue)
+                return node
+        return None
 
     def may_end(self, fill):
         """Whether a fill matches as it is. Each id but its last may be part of some match."""
@@ -93,7 +129,7 @@ class FromLeft(Search):
 
     def add(self, node):
         """Go on with a Node, or take it if the network has nothing more to say of it."""
-        if self.is_ending(node) and not self.after:
+        if self.is_ending(node) and node.scored == len(self.after):
             self.offer(node)
         else:
             self.push(node)

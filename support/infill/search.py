@@ -41,6 +41,7 @@ ROWS = 8  # partial fills that one call expands at most; more would often be in 
 # Sequences for each position of a gap, to find a first fill after the limit, or after the deadline
 MORE = 256
 MORE_IN_TIME = 4
+SHORT = 4  # places of those that share a call of a large network, without longer ones
 WIDTH = 128  # children of a partial fill that are made at once; more when these are used up
 
 
@@ -55,6 +56,7 @@ class Node(NamedTuple):
     least: float = 0.0  # no child that is not made yet costs less: the bound
     skip: int = 0  # how many of its likeliest children are made
     regret: float = 0.0  # nats more than the likeliest token at each position (from_left.py)
+    scored: int = 0  # tokens of the text after the gap that the cost has (from_left.py)
 
     @property
     def rank(self):
@@ -157,9 +159,12 @@ class Search:
         first = (node.fill.count(OPEN), node.least) if self.is_deepest_first else (estimate,)
         return first, node.frame, node.path, node.skip, node
 
-    def take(self):
-        """The next Node to expand, or None: then the list is proven."""
-        while self.queue:
+    def take(self, may_begin=True):
+        """The next Node to expand, or None: then the list is proven.
+
+        may_begin: False for one that is counted in `sequences` already (from_left.py).
+        """
+        while self.queue and may_begin:
             node = heapq.heappop(self.queue)[-1]
             if node.rank < self.worst:
                 return node
@@ -355,8 +360,8 @@ def next_batch(model, waiting, limit):
     while waiting and len(batch) < size:
         search = waiting.popleft()
         node = None
-        if taken[search] < ROWS and search.sequences < limit:
-            node = search.take()
+        if taken[search] < ROWS:
+            node = search.take(search.sequences < limit)
         if node:
             taken[search] += 1
             batch.append(search.ask_about(node))
@@ -370,10 +375,10 @@ def ask(model, batch):
     """Log-probabilities (k, V) float64 at the k places of each item of a batch."""
     device = device_of(model)
     sizes = [len(places) for *_, places in batch]
-    if is_large(model) and min(sizes) < max(sizes):  # those that are scored need longer texts
+    if is_large(model) and min(sizes) <= SHORT < max(sizes):  # not all as long as the longest
         logp = [None] * len(batch)
         for is_short in (False, True):
-            some = [i for i, n in enumerate(sizes) if (n == min(sizes)) == is_short]
+            some = [i for i, n in enumerate(sizes) if (n <= SHORT) == is_short]
             for i, values in zip(some, ask(model, [batch[i] for i in some])):
                 logp[i] = values
         return logp

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from nanomdlm.support.web.viewer import TAGS, bundle, read_asset
 LESSONS = ROOT / "lessons"
 WIDGETS = LESSONS / "widgets"
 PACKAGES = {"markdown_it": "markdown-it-py", "mdit_py_plugins": "mdit-py-plugins"}
-PACKAGES |= {"latex2mathml": "latex2mathml", "pygments": "pygments", "nbformat": "nbformat"}
+PACKAGES |= {"pygments": "pygments", "nbformat": "nbformat"}
+KATEX = WIDGETS / "node_modules" / "katex" / "dist"
 COPIED = {".png", ".svg", ".ipynb", ".jsonl"}  # what a browser shows or saves as it is
 HOOK = re.compile(r"<!-- widget: ([\w-]+) -->")
 # A sentence before a block of Python that says into which file it goes, or its first line.
@@ -62,20 +64,47 @@ def title_of(path):
 
 # ---- Pages
 def make_renderer():
-    """Markdown to HTML, with mathematics as MathML and colored code."""
-    import latex2mathml.converter
+    """Markdown to HTML, with colored code and with mathematics as `typeset` takes it."""
     from markdown_it import MarkdownIt
     from mdit_py_plugins.anchors import anchors_plugin
     from mdit_py_plugins.dollarmath import dollarmath_plugin
 
     def math(tex, options):
-        display = "block" if options["display_mode"] else "inline"
-        return latex2mathml.converter.convert(tex, display=display)
+        return f'<math class="{options["display_mode"]}">{html.escape(tex, quote=False)}</math>'
 
     markdown = MarkdownIt("commonmark", {"html": True, "highlight": color}).enable("table")
     markdown.use(anchors_plugin, max_level=3)
     markdown.use(dollarmath_plugin, renderer=math, allow_space=False, allow_digits=False)
     return markdown
+
+
+def install_katex():
+    """Download KaTeX with npm, if it is not there."""
+    npm = shutil.which("npm")
+    if not npm:
+        raise UserError("the site needs npm, a part of Node.js; install that (nodejs.org)")
+    if not KATEX.is_dir():
+        command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent"]
+        if subprocess.run(command, cwd=WIDGETS, stdin=subprocess.DEVNULL).returncode:
+            raise UserError(f"npm ci failed in {WIDGETS}; it needs a network the first time")
+
+
+def typeset(body):
+    """Typeset the formulas of a page, which `make_renderer` has marked."""
+    found = re.findall(r'<math class="(\w+)">(.*?)</math>', body, re.S)
+    if not found:
+        return body
+    formulas = [[html.unescape(tex), is_display == "True"] for is_display, tex in found]
+    script = f"""const katex = require({json.dumps(str(KATEX / "katex.js"))});
+    const formulas = JSON.parse(require("fs").readFileSync(0, "utf8"));
+    console.log(JSON.stringify(formulas.map(([tex, displayMode]) =>
+      katex.renderToString(tex, {{displayMode, strict: "error"}}))));"""
+    command = ["node", "--eval", script]
+    run = subprocess.run(command, input=json.dumps(formulas), capture_output=True, text=True)
+    if run.returncode:
+        raise UserError(f"KaTeX: {run.stderr.strip()[-300:]}")
+    done = iter(json.loads(run.stdout))
+    return re.sub(r'<math class="\w+">.*?</math>', lambda _: next(done), body, flags=re.S)
 
 
 def color(code, language, _attributes=""):
@@ -132,9 +161,8 @@ class Site:
             return self.markdown.render(text)
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".md":
-            return HOOK.sub(
-                r'<div class="widget" data-widget="\1"></div>', self.markdown.render(text)
-            )
+            body = typeset(self.markdown.render(text))
+            return HOOK.sub(r'<div class="widget" data-widget="\1"></div>', body)
         language = {".py": "python", ".sh": "sh", ".toml": "toml", ".yml": "yaml"}.get(path.suffix)
         return f"<h1>{path.relative_to(ROOT)}</h1>\n{color(text, language or '')}"
 
@@ -234,6 +262,30 @@ def make_script():
     return f'"use strict";\nconst WORKER = {worker};\n{common}{each}start();\n'
 
 
+def write_site(out, page):
+    """Write all pages, notebooks and scripts; page: the folder of the live page."""
+    install_katex()
+    site = Site(out, page)
+    for path in site.todo:  # which grows
+        site.write(path)
+    for path in site.lessons:
+        if path.name[0].isdigit():
+            text = json.dumps(make_notebook(path, site.markdown), indent=1, ensure_ascii=False)
+            (out / f"{path.stem}.ipynb").write_text(text + "\n", encoding="utf-8")
+    colors = read_asset("viewer.css").partition("* {")[0]
+    styles = colors + bundle(WIDGETS / "site.css", WIDGETS / "widgets.css")
+    (out / "site.css").write_text(styles, encoding="utf-8")
+    shutil.copytree(
+        KATEX / "fonts",
+        out / "fonts",
+        ignore=shutil.ignore_patterns("*.ttf", "*.woff"),
+        dirs_exist_ok=True,
+    )
+    shutil.copy(KATEX / "katex.min.css", out)
+    (out / "widgets.js").write_text(make_script(), encoding="utf-8")
+    return site
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="site", help="folder to write; its old pages are replaced")
@@ -251,17 +303,7 @@ def main(argv):
         code = export.main(["--to=page", "--out_dir=weights/shakespeare", f"--dest={page}"])
         if code:
             return code
-    site = Site(out, page)
-    for path in site.todo:  # which grows
-        site.write(path)
-    for path in site.lessons:
-        if path.name[0].isdigit():
-            text = json.dumps(make_notebook(path, site.markdown), indent=1, ensure_ascii=False)
-            (out / f"{path.stem}.ipynb").write_text(text + "\n", encoding="utf-8")
-    colors = read_asset("viewer.css").partition("* {")[0]
-    styles = colors + bundle(WIDGETS / "site.css", WIDGETS / "widgets.css")
-    (out / "site.css").write_text(styles, encoding="utf-8")
-    (out / "widgets.js").write_text(make_script(), encoding="utf-8")
+    site = write_site(out, page)
     print(f"{out}: {len(site.todo)} pages and files; python -m http.server -d {out} shows them")
     return 0
 

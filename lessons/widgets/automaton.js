@@ -124,7 +124,7 @@ function drawing({next, accepts}, path, wrong) {
   const svg = h("svg", {viewBox: `0 0 ${width} ${height}`, class: "graph", role: "img", "aria-label": `an automaton of ${next.length} states`,
     width, height}, edges, nodes);
   const defs = document.createElementNS("http://www.w3.org/2000/svg", "defs");
-  defs.innerHTML = '<marker id="arrow" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="7" markerHeight="7" orient="auto">' +
+  defs.innerHTML = '<marker id="arrow" viewBox="0 0 8 8" refX="6" refY="4" markerUnits="userSpaceOnUse" markerWidth="10" markerHeight="10" orient="auto">' +
     '<path d="M0 0 L8 4 L0 8 z"/></marker>';
   svg.prepend(defs);
   return svg;

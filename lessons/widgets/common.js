@@ -25,6 +25,7 @@ export function h(name, given = {}, ...children) {
 
 export const visible = token => ({" ": "␣", "\n": "↵"})[token] ?? token;
 export const percent = p => p >= .995 && p < 1 ? ">99 %" : p < .01 ? "<1 %" : `${Math.round(100 * p)} %`;
+export const exact = p => `${Number((100 * p).toPrecision(2))} %`;
 export const nats = value => value.toFixed(2);
 export const addUp = values => values.reduce((total, value) => total + value, 0);
 

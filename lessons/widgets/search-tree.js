@@ -1,12 +1,12 @@
 // Lessons 9 and 13: the search for the likeliest fills as a tree, and what it proves.
-import {addUp, define, encode, h, model, percent, predict, visible} from "./common.js";
+import {addUp, define, encode, exact, h, model, predict, visible} from "./common.js";
 import {search} from "../../support/web/assets/search.js";
 
 define("search-tree", {
   title: "The search as a tree",
   about: "Type a text with a gap of a few _. Each box is a partial fill that the network has seen, in the order of the calls; " +
     "under it are those that came from it. The likeliest fills light up, and the bound says what any other has at most.",
-  fields: {text: "The k__g is dead!", top: 3},
+  fields: {text: "I ____ you, sir.", top: 3},
   needsModel: true,
   build(widget) {
     const {values} = widget;
@@ -44,14 +44,14 @@ define("search-tree", {
       }
       const text = fill => fill.map(id => id === model.mask ? h("i", {}, "█") : visible(model.vocab[id]));
       const draw = node => h("li", {className: node.p !== undefined ? "found" : ""},
-        h("span", {className: "node"}, h("code", {}, text(node.fill)), h("small", {}, node.p !== undefined ? percent(node.p) : `call ${node.call}`)),
+        h("span", {className: "node"}, h("code", {}, text(node.fill)), h("small", {}, node.p !== undefined ? exact(node.p) : `call ${node.call}`)),
         children.get(node).length ? h("ul", {}, children.get(node).map(draw)) : null);
       widget.view.replaceChildren(h("ul", {className: "tree"}, draw(root)));
       Object.assign(widget.view.dataset, {proven, bound, fills: JSON.stringify(fills.map(({logp}) => logp))});
-      const rest = proven ? `Proven: any other fill has at most ${percent(Math.exp(bound))}.` : `Not proven: another may have ${percent(Math.exp(bound))}.`;
+      const rest = proven ? `Proven: any other fill has at most ${exact(Math.exp(bound))}.` : `Not proven: another may have ${exact(Math.exp(bound))}.`;
       const all = 65 ** gaps.length;
-      widget.say(`${rest} The network saw ${seen.length} of the ${all.toLocaleString("en")} fills and their beginnings; those listed have ` +
-        `${percent(addUp(fills.map(({p}) => p)))} together.`);
+      widget.say(`${rest} The network saw ${seen.length} of ${all.toLocaleString("en")} possible fills and their beginnings; those listed have ` +
+        `${exact(addUp(fills.map(({p}) => p)))} together.`);
     };
   },
 });

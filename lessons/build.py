@@ -112,12 +112,8 @@ def color(code, language, _attributes=""):
     import pygments
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_by_name
-    from pygments.util import ClassNotFound
 
-    try:
-        lexer = get_lexer_by_name(language or "text", stripnl=False)
-    except ClassNotFound:
-        lexer = get_lexer_by_name("text", stripnl=False)
+    lexer = get_lexer_by_name(language or "text", stripnl=False)
     colored = pygments.highlight(code, lexer, HtmlFormatter(nowrap=True))
     return f'<pre class="{html.escape(language) or "output"}"><code>{colored}</code></pre>\n'
 
@@ -209,22 +205,23 @@ class Site:
 
 
 # ---- Notebooks
-def make_notebook(path, markdown):
+def make_notebook(site, path):
     """A notebook of a lesson: its Python and its commands in cells that run."""
     from nbformat import v4
 
     lines = path.read_text(encoding="utf-8").splitlines()
-    links = re.compile(r"\]\((\d+_\w+)\.md")
     cells = [v4.new_code_cell(SETUP, metadata=dict(tags=["runnable"]))]
 
+    def follow(match):  # a link from lesson to lesson is one from notebook to notebook
+        return "](" + re.sub(r"^(\d\w*)\.html", r"\1.ipynb", site.link(match[1], path)) + ")"
+
     def add_text(begin, end):
-        text = links.sub(r"](\1.ipynb", "\n".join(lines[begin:end]).strip())
+        text = HOOK.sub("", "\n".join(lines[begin:end])).strip()
         if text:
-            cells.append(v4.new_markdown_cell(HOOK.sub("", text)))
-        return text
+            cells.append(v4.new_markdown_cell(re.sub(r"\]\(([^)\s]+)\)", follow, text)))
 
     at = 0
-    for token in markdown.parse("\n".join(lines)):
+    for token in site.markdown.parse("\n".join(lines)):
         if token.type != "fence" or token.info not in ("python", "sh"):
             continue
         before = "\n".join(lines[at : token.map[0]])
@@ -266,12 +263,12 @@ def write_site(out, page):
     """Write all pages, notebooks and scripts; page: the folder of the live page."""
     install_katex()
     site = Site(out, page)
-    for path in site.todo:  # which grows
-        site.write(path)
     for path in site.lessons:
         if path.name[0].isdigit():
-            text = json.dumps(make_notebook(path, site.markdown), indent=1, ensure_ascii=False)
+            text = json.dumps(make_notebook(site, path), indent=1, ensure_ascii=False)
             (out / f"{path.stem}.ipynb").write_text(text + "\n", encoding="utf-8")
+    for path in site.todo:  # which grows
+        site.write(path)
     colors = read_asset("viewer.css").partition("* {")[0]
     styles = colors + bundle(WIDGETS / "site.css", WIDGETS / "widgets.css")
     (out / "site.css").write_text(styles, encoding="utf-8")

@@ -5,13 +5,14 @@ import {toAutomaton} from "../../support/web/assets/pattern.js";
 // The characters of the model: line break, space, signs, letters.
 const VOCAB = [..."\n !$&',-.3:;?", ..."ABCDEFGHIJKLMNOPQRSTUVWXYZ", ..."abcdefghijklmnopqrstuvwxyz"];
 
-// Merge states of the same distance from the first and the same future: {next: [Map of character -> state], accepts}. They
-// are numbered as they are reached, from each state those first that accept.
+// Merge states of the same future: {next: [Map of character -> state], accepts}. Where nothing can follow, only those of the
+// same distance from the first, as in the lesson. They are numbered as they are reached, those first that accept.
 export function minimize({next, accepts}, vocab) {
   const V = vocab.length, n = accepts.length, states = [...Array(n).keys()];
   const depth = new Map([[0, 0]]);
   for (const [q, d] of depth) for (const to of next.subarray(q * V, (q + 1) * V)) if (to >= 0 && !depth.has(to)) depth.set(to, d + 1);
-  let kind = states.map(q => 2 * (depth.get(q) ?? 0) + accepts[q]);
+  const isLast = q => next.subarray(q * V, (q + 1) * V).every(to => to < 0);
+  let kind = states.map(q => accepts[q] + (isLast(q) ? 2 * (depth.get(q) ?? 0) : 0));
   for (let count = 0; count !== new Set(kind).size;) {
     count = new Set(kind).size;
     const of = q => [kind[q], ...Array.from(next.subarray(q * V, (q + 1) * V), to => to < 0 ? -1 : kind[to])].join();
@@ -122,7 +123,7 @@ function drawing({next, accepts}, path, wrong) {
       accepts[q] ? h("circle", {cx: x, cy: y, r: R - 4, class: "ring"}) : null, h("text", {x, y: y + 5}, String(q)));
   });
   const svg = h("svg", {viewBox: `0 0 ${width} ${height}`, class: "graph", role: "img", "aria-label": `an automaton of ${next.length} states`,
-    width, height}, edges, nodes);
+    width, "--width": width}, edges, nodes);
   const defs = document.createElementNS("http://www.w3.org/2000/svg", "defs");
   defs.innerHTML = '<marker id="arrow" viewBox="0 0 8 8" refX="6" refY="4" markerUnits="userSpaceOnUse" markerWidth="10" markerHeight="10" orient="auto">' +
     '<path d="M0 0 L8 4 L0 8 z"/></marker>';

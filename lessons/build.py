@@ -210,7 +210,10 @@ def make_notebook(site, path):
     from nbformat import v4
 
     lines = path.read_text(encoding="utf-8").splitlines()
-    cells = [v4.new_code_cell(SETUP, metadata=dict(tags=["runnable"]))]
+    cells = []
+
+    def add_code(source):
+        cells.append(v4.new_code_cell(source, metadata=dict(tags=["runnable"])))
 
     def follow(match):  # a link from lesson to lesson is one from notebook to notebook
         return "](" + re.sub(r"^(\d\w*)\.html", r"\1.ipynb", site.link(match[1], path)) + ")"
@@ -221,6 +224,7 @@ def make_notebook(site, path):
             cells.append(v4.new_markdown_cell(re.sub(r"\]\(([^)\s]+)\)", follow, text)))
 
     at = 0
+    add_code(SETUP)
     for token in site.markdown.parse("\n".join(lines)):
         if token.type != "fence" or token.info not in ("python", "sh"):
             continue
@@ -229,8 +233,14 @@ def make_notebook(site, path):
         source = make_cell(token, before)
         if source and not is_open:
             add_text(at, token.map[0])
-            cells.append(v4.new_code_cell(source, metadata=dict(tags=["runnable"])))
+            add_code(source)
             at = token.map[1]
+            if source.startswith("%%"):  # run the file as a sentence below says, if no block does
+                name = source.split()[1]
+                below = "\n".join(lines[at:])
+                command = re.search(rf"`(python [^`\n]*{re.escape(name)}[^`\n]*)`", below)
+                if command or f"python {name}" not in below:
+                    add_code(f"!{command[1] if command else f'python {name}'}")
     add_text(at, len(lines))
     for number, cell in enumerate(cells):
         cell.id = f"cell-{number}"  # the same at each build

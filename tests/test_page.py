@@ -767,6 +767,35 @@ def test_nothing_is_sent_anywhere(browser, tiny):
 
 
 @slow
+def test_an_example_runs_and_shows_what_is_done(live):
+    """One press: while fills are ranked, what the network sees; while a text is read, the text."""
+    live.js("(addChip({label: 'a', text: 'a[___] b', what: 'rank'}), $('chips').lastChild.click())")
+    assert live.js("[$('hint').textContent, $('hint').checkVisibility()]") == ["a[___] b", True]
+    assert not live.js("$('text').checkVisibility()"), "the text before is gone"
+    live.js(
+        "(window.shown = new Set(), new MutationObserver(() => "
+        "window.shown.add($('hint').textContent)).observe($('hint'), {childList: true}), 1)"
+    )
+    live.wait("$('said').textContent.startsWith('The likeliest')")
+    shown = live.js("[...window.shown]")
+    assert len(shown) > 3 and all(re.fullmatch("a.*", text, re.S) for text in shown), shown
+    assert live.js("$('text').checkVisibility() && !$('hint').checkVisibility()")
+    live.js("(addChip({label: 'b', text: 'ab/b', what: 'fix'}), $('chips').lastChild.click())")
+    assert live.js("[proofText(), $('proof').checkVisibility()]") == ["ab/b", True]
+    live.wait("writing === null")
+
+
+@slow
+def test_a_syntax_is_put_at_the_cursor(live):
+    live.js("($('typed').value = 'a b', $('typed').setSelectionRange(2, 2), 1)")
+    live.js(
+        "[...$('syntax').querySelectorAll('button')].find(b => b.textContent === '[___]').click()"
+    )
+    assert live.js("$('typed').value") == "a [___]b"
+    assert live.js("$('steps').value") == "32" and "left to right" in live.js("document.title")
+
+
+@slow
 def test_hostile_text_stays_text(live):
     attack = "<b>a</b>'\"&"
     assert write(live, attack + "█", steps=4).startswith(attack)

@@ -74,12 +74,13 @@ function endRecorded() {
   jump(1e6);
 }
 
-// End what is being written; what there is of it stays, if `isForgotten` until the next text is shown.
+// End what is being written; what there is of it stays, if `isForgotten` or if nobody asked for it until the next text is
+// shown.
 function leave(isForgotten) {
   if (ready) $("progress").hidden = true;
   if (!writing) return;
   if (samples.at(-1) === writing) {
-    Object.assign(writing, {planned: undefined, isForgotten});
+    Object.assign(writing, {planned: undefined, isForgotten: isForgotten || writing.isExample});
     refresh();
   }
   writing = null;
@@ -105,7 +106,7 @@ function start(what = "write", isExample = false) {
     if (what === "write") last = JSON.stringify(settingsOf());
     if (!isExample) history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
     leave(what === "write");
-    writing = {title: titleOf(typed), typed, what, isForgotten: isExample};
+    writing = {title: titleOf(typed), typed, what, isExample};
     $("stop").disabled = false;
     say({write: "waiting", rank: "searching for the likeliest fills", fix: "proofreading"}[what]);
     if (rank) showTried(typed);

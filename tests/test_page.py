@@ -769,19 +769,17 @@ def test_nothing_is_sent_anywhere(browser, tiny):
 @slow
 def test_an_example_runs_and_shows_what_is_done(live):
     """One press: while fills are ranked, what the network sees; while a text is read, the text."""
-    live.js("(addChip({label: 'a', text: 'a[___] b', what: 'rank'}), $('chips').lastChild.click())")
-    assert live.js("[$('hint').textContent, $('hint').checkVisibility()]") == ["a[___] b", True]
-    assert not live.js("$('text').checkVisibility()"), "the text before is gone"
-    live.js(
-        "(window.shown = new Set(), new MutationObserver(() => "
-        "window.shown.add($('hint').textContent)).observe($('hint'), {childList: true}), 1)"
-    )
+    press = "(addChip({label: 'a', text: %r, what: %r}), $('chips').lastChild.click(), [%s])"
+    live.js("""(window.shown = new Set(), new MutationObserver(() =>
+      window.shown.add($('hint').textContent)).observe($('hint'), {childList: true}), 1)""")
+    found = live.js(press % ("a[___] b", "rank", "$('hint').textContent, $('text').hidden"))
+    assert found == ["a[___] b", True], "the text before is gone"
     live.wait("$('said').textContent.startsWith('The likeliest')")
     shown = live.js("[...window.shown]")
     assert len(shown) > 3 and all(re.fullmatch("a.*", text, re.S) for text in shown), shown
     assert live.js("$('text').checkVisibility() && !$('hint').checkVisibility()")
-    live.js("(addChip({label: 'b', text: 'ab/b', what: 'fix'}), $('chips').lastChild.click())")
-    assert live.js("[proofText(), $('proof').checkVisibility()]") == ["ab/b", True]
+    found = live.js(press % ("ab/b", "fix", "proofText(), $('proof').checkVisibility()"))
+    assert found == ["ab/b", True]
     live.wait("writing === null")
 
 

@@ -131,8 +131,7 @@ const source = {
     ...isText ? [] : [[OPEN, "a gap of any length"]],
     ...ids.has("█") ? [] : [["[___:[a-z]+]", "a gap that must match a pattern"], ["[___|yes|now]", "one of a list"]],
   ],
-  help: `${ids.has("█") ? "" : "With ███ in place of ___ a gap has as many characters. "}A text without gaps is continued; ` +
-    "with nothing typed, it writes a text of its own.",
+  help: `${ids.has("█") ? "" : "With ███ for ___ a gap has three characters. "}A text without gaps is continued.`,
   read(typed, how) {
     if (how.fix) return {text: typed, vocab: live.vocab};
     const found = encode(typed), matches = matchesOf(typed);

@@ -315,7 +315,7 @@ function begin() {
     item.append(button, meaning);
     $("syntax").append(item);
   }
-  $("help").textContent = source.help + (fixes ? " Proofread finds mistakes in a text without gaps." : "");
+  $("help").textContent = source.help;
   $("rank").hidden = !fills;
   $("proofread").hidden = !fixes;
   $("locked").hidden = !key;

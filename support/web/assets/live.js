@@ -133,7 +133,7 @@ function begun(what) {
   say("");
   const asked = wanted ?? (isAsked() ? "write" : null), isEmpty = !samples[0].frames.length && $("locked").hidden;
   if (asked && $("composer").reportValidity()) start(asked);
-  else if (isEmpty && live.examples.length) start("write", true);
+  else if (isEmpty) start(live.examples.find(example => example.text)?.what, true);
 }
 
 // There is no model: say why.

@@ -34,7 +34,7 @@ COPIED = {".png", ".svg", ".ipynb", ".jsonl"}  # what a browser shows or saves a
 HOOK = re.compile(r"<!-- widget: ([\w-]+) -->")
 # A sentence before a block of Python that says into which file it goes, or its first line.
 SAVED = re.compile(
-    r"(?:[Ss]ave (?:this|it) as|in\s+a\s+file)\s+`(\w+\.py)`[^`]*(?:`[^`]*`[^`]*)*\Z"
+    r"(?:[Ss]ave (?:this|it) as|in\s+a\s+file)\s+`((?:\w+/)?\w+\.py)`[^`]*(?:`[^`]*`[^`]*)*\Z"
 )
 NAMED = re.compile(r"# (\w+\.py)\n")
 # The first cell of a notebook.
@@ -49,7 +49,9 @@ sys.path.insert(0, os.getcwd())"""
 
 def list_lessons():
     """The lessons in their order, then the pages without a number, README.md first of all."""
-    numbered = sorted(LESSONS.glob("[0-9]*_*.md"), key=lambda path: int(path.name.split("_")[0]))
+    numbered = sorted(
+        LESSONS.glob("[0-9]*_*.md"), key=lambda p: (int(re.match(r"\d+", p.name)[0]), p)
+    )
     others = [path for path in sorted(LESSONS.glob("*.md")) if path not in numbered]
     others.sort(key=lambda path: path.name != "README.md")
     return [others[0], *numbered, *others[1:]]

@@ -43,6 +43,7 @@ import os, sys
 from pathlib import Path
 
 os.chdir(next(p for p in [Path.cwd(), *Path.cwd().parents] if (p / "mdlm.py").exists()))
+os.makedirs("my", exist_ok=True)
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 sys.path.insert(0, os.getcwd())"""
 
@@ -238,7 +239,7 @@ def make_notebook(site, path):
             add_code(source)
             at = token.map[1]
             if source.startswith("%%"):  # run the file as a sentence below says, if no block does
-                name = source.split()[1]
+                name = Path(source.split()[1]).name
                 below = "\n".join(lines[at:])
                 command = re.search(rf"`(python [^`\n]*{re.escape(name)}[^`\n]*)`", below)
                 if command or f"python {name}" not in below:

@@ -10,6 +10,7 @@ import shutil
 import threading
 from html.parser import HTMLParser
 from importlib.util import find_spec
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -116,7 +117,7 @@ def test_notebooks_are_valid_and_their_python_compiles(site):
                 assert is_told or commands.removeprefix("python ") in written
                 continue
             if lines[0].startswith("%%writefile"):
-                written.add(lines.pop(0).split()[1])
+                written.add(Path(lines.pop(0).split()[1]).name)
             code = "\n".join(lines)
             compile(code, path.name, "exec")
             assert f"```python\n{code}\n```" in lesson

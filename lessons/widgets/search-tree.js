@@ -6,7 +6,7 @@ define("search-tree", {
   title: "The search as a tree",
   about: "Type a text with a gap of a few _. Each box is a partial fill that the network has seen, in the order of the calls; " +
     "under it are those that came from it. The likeliest fills light up, and the bound says what any other has at most.",
-  fields: {text: "I ____ you, sir.", top: 3},
+  fields: {text: "My lord, I pray you, s__ to the king", top: 3},
   needsModel: true,
   build(widget) {
     const {values} = widget;

@@ -24,6 +24,7 @@ import sample
 from nanomdlm.support.cli import entry
 from nanomdlm.support.constrain.automaton import automaton_of
 from nanomdlm.support.data.tokenizer import Tokenizer
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import filling
 
 LESSONS = ROOT / "lessons"
@@ -50,6 +51,10 @@ def site(tmp_path_factory):
     missing = [name for name in build.PACKAGES if not find_spec(name)]
     if missing or not shutil.which("npm"):
         pytest.skip(f"no {', '.join(missing) or 'npm'}")
+    try:
+        build.install_katex()
+    except UserError as e:
+        pytest.skip(str(e))
     folder = tmp_path_factory.mktemp("site") / "lessons"
     folder.mkdir()
     build.write_site(folder, folder.parent)

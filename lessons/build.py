@@ -310,7 +310,8 @@ def main(argv):
     out.mkdir(parents=True, exist_ok=True)
     page = Path(args.page or out / "page")
     if not (page / "weights.bin").is_file():
-        code = export.main(["--to=page", "--out_dir=weights/shakespeare", f"--dest={page}"])
+        weights = ROOT / "weights" / "shakespeare"
+        code = export.main(["--to=page", f"--out_dir={weights}", f"--dest={page}"])
         if code:
             return code
     site = write_site(out, page)

@@ -767,6 +767,33 @@ def test_nothing_is_sent_anywhere(browser, tiny):
 
 
 @slow
+def test_an_example_runs_and_shows_what_is_done(live):
+    """One press: while fills are ranked, what the network sees; while a text is read, the text."""
+    press = "(addChip({label: 'a', text: %r, what: %r}), $('chips').lastChild.click(), [%s])"
+    live.js("""(window.shown = new Set(), new MutationObserver(() =>
+      window.shown.add($('hint').textContent)).observe($('hint'), {childList: true}), 1)""")
+    found = live.js(press % ("a[___] b", "rank", "$('hint').textContent, $('text').hidden"))
+    assert found == ["a[___] b", True], "the text before is gone"
+    live.wait("$('said').textContent.startsWith('The likeliest')")
+    shown = live.js("[...window.shown]")
+    assert len(shown) > 3 and all(re.fullmatch("a.*", text, re.S) for text in shown), shown
+    assert live.js("$('text').checkVisibility() && !$('hint').checkVisibility()")
+    found = live.js(press % ("ab/b", "fix", "proofText(), $('proof').checkVisibility()"))
+    assert found == ["ab/b", True]
+    live.wait("writing === null")
+
+
+@slow
+def test_a_syntax_is_put_at_the_cursor(live):
+    live.js("($('typed').value = 'a b', $('typed').setSelectionRange(2, 2), 1)")
+    live.js(
+        "[...$('syntax').querySelectorAll('button')].find(b => b.textContent === '[___]').click()"
+    )
+    assert live.js("$('typed').value") == "a [___]b"
+    assert live.js("$('steps').value") == "32" and "left to right" in live.js("document.title")
+
+
+@slow
 def test_hostile_text_stays_text(live):
     attack = "<b>a</b>'\"&"
     assert write(live, attack + "█", steps=4).startswith(attack)

@@ -177,6 +177,16 @@ def written(browser):
 
 
 @slow
+def test_page_writes_at_once(page):
+    """The first example; the next text takes its place, and the address is left as it was."""
+    page.wait("samples[0].frames.length > 0", 120)
+    assert page.js("[location.hash, $('text').checkVisibility()]") == ["", True]
+    assert re.fullmatch("To be, or .* to be", written(page), re.S)
+    ask(page, "The ")
+    assert written(page).startswith("The ") and page.js("samples.length") == 1
+
+
+@slow
 def test_page_writes_what_sample_writes(page, short_run):
     model, tokenizer, _ = mdlm.load(short_run)
     ask(page, "The ")

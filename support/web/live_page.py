@@ -41,8 +41,9 @@ RUNTIME_FILES = {  # device -> the script, the module that it imports, the WebAs
 WORKER = ("crc.js", "sampler.js", "search.js", "proofread.js", "model.js", "worker.js")
 NPM_LIMIT = 600  # seconds
 POLICY = "'self' 'wasm-unsafe-eval'; connect-src 'self'; worker-src blob:"
-DIFFUSION = """Diffusion: each call of the network sees the whole text, fills some masks anywhere,
-    and draws again what it doubts."""
+TITLE = "A language model that does not write from left to right"
+DIFFUSION = f"""{TITLE}: each call sees the whole text, fills some masks anywhere, and draws again
+    what it doubts."""
 LESSONS = "lessons/README.md"
 PRIVACY = "Nothing typed leaves this page."
 RECORDED = dict(seed=2, steps=32)  # of the text that plays while the model loads
@@ -228,20 +229,35 @@ def contents_of(model, tokenizer, config, weights, unmask):
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     scripts = ["crc.js", "pattern.js", "viewer.js", "in_browser.js", "live.js"]
     about_page = dict(policy=POLICY, about=introduction(PRIVACY), program="export.py --to=page")
+    about_page["preview"] = preview()
     page = compose(live, about, scripts, film, **about_page)
     return contents | {"index.html": page.encode()}
 
 
 def introduction(privacy):
     """What the page says about diffusion, the lessons, and where texts go, as HTML."""
+    address = find_lessons()
+    link = f'<a href="{address}" rel="noreferrer">The lessons</a> explain it.'
+    return f"{DIFFUSION} {link if address else f'It is explained in {LESSONS}.'} {privacy}"
+
+
+def preview():
+    """The tag of the picture that a link to the page shows where pages.yml has published it."""
+    address = re.match(r"https://github.com/([^/]+)/([^/]+)/", find_lessons() or "")
+    if not address:
+        return ""
+    picture = f"https://{address[1].lower()}.github.io/{address[2]}/lessons/pictures/idea_light.png"
+    return f'<meta property="og:image" content="{picture}">\n'
+
+
+def find_lessons():
+    """The address of the lessons of this clone, or None."""
     command = ["git", "--git-dir", str(ROOT / ".git"), "config", "--get", "remote.origin.url"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=10)
-        address = lessons_at(run.stdout.strip())
+        return lessons_at(run.stdout.strip())
     except (OSError, subprocess.TimeoutExpired):  # no git
-        address = None
-    link = f'<a href="{address}" rel="noreferrer">The lessons</a> explain it.'
-    return f"{DIFFUSION} {link if address else f'It is explained in {LESSONS}.'} {privacy}"
+        return None
 
 
 def lessons_at(origin):
@@ -258,6 +274,9 @@ def compose(live, model, scripts, film=None, **values):
     film: a text that plays until the model is loaded, as from `record`
     values: policy, about and program of viewer.assemble
     """
+    head = f"""<meta name="description" content="{" ".join(DIFFUSION.split())}">
+<meta property="og:title" content="mdlm: {TITLE}">
+{values.pop("preview", "")}"""
     # The viewer expects a sample; live.js removes this one when the first text is written.
     empty = dict(title="", tokens=[], given=[], frames=[], calls=0, seconds=0)
     return assemble(
@@ -266,6 +285,8 @@ def compose(live, model, scripts, film=None, **values):
         styles=["viewer.css", "live.css"],
         composer=read_asset("live.html"),
         main=read_asset("live_main.html"),
+        title=f"mdlm: {TITLE}",
+        head=head,
         **values,
     )
 

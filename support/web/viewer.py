@@ -143,6 +143,7 @@ def assemble(data, scripts, styles, policy="", **values):
         policy="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
         f"form-action 'none'; script-src 'sha256-{digest}' {policy}",
     )
+    values = dict(title="mdlm", head="") | values
     return re.sub(r"{{(\w+)}}", lambda name: values[name[1]], read_asset("viewer.html"))
 
 

@@ -115,7 +115,8 @@ const asFrame = drawn => drawn.map(([i, id, p, best]) => [i, tokenOf(id), p, bes
 
 // A message of the worker, with texts in place of ids.
 function translate({data}) {
-  if (data.frame) data = {...data, frame: asFrame(data.frame)};
+  if (data.seen) data = {...data, seen: data.seen.map(id => tokenOf(id) ?? "█").join("")};
+  else if (data.frame) data = {...data, frame: asFrame(data.frame)};
   else if (data.given) data = {...data, given: givenOf(data.given), tokens: tokensOf(data.given)};
   else if (data.fills) data = {...data, fills: data.fills.map(({ids, given, frames, ...numbers}) =>
     ({...numbers, tokens: tokensOf(ids), given: givenOf(given), frames: frames.map(asFrame)}))};
@@ -123,15 +124,14 @@ function translate({data}) {
 }
 
 const megabytes = bytes => (bytes / 1e6).toFixed(1);
-const helpOnGaps = [
-  ...isText ? [] : [`${OPEN} is a gap of any length.`],
-  ...ids.has("█") ? [] : ["[███:[a-z]+] is a gap that must match a pattern, [███|yes|now] one of a list; with ___ in place " +
-                          "of ███ their length is open."],
-].join(" ");
 const source = {
   fields: ["typed", "steps", "temperature", "seed"],
-  help: [`Each ${signs.join(" or ") || sign} is a character to fill.`, helpOnGaps, "A text without gaps is continued; with " +
-    "nothing typed, it writes a text of its own."].filter(Boolean).join(" "),
+  syntax: [
+    [signs.at(-1) ?? sign, "one character"],
+    ...isText ? [] : [[OPEN, "a gap of any length"]],
+    ...ids.has("█") ? [] : [["[___:[a-z]+]", "a gap that must match a pattern"], ["[___|yes|now]", "one of a list"]],
+  ],
+  help: `${ids.has("█") ? "" : "With ███ for ___ a gap has three characters. "}A text without gaps is continued.`,
   read(typed, how) {
     if (how.fix) return {text: typed, vocab: live.vocab};
     const found = encode(typed), matches = matchesOf(typed);

@@ -4,13 +4,15 @@
 //   source.ask(id, how, read) begins to write; calls `receive` with what happens
 //   source.stop(id)           ends what is being written
 //   source.open()             called once; calls `receive` with {loaded, total}, then with {ready} or {error}
-//   source.fields, source.help: the names of the fields that count, and how to type gaps
+//   source.fields: the names of the fields that count
+//   source.syntax, source.help: the gaps that can be typed, as [text, meaning], and what else is to be known
 //
-// What `receive` gets of a request: {tried}, how many texts the network has seen; {given, tokens, steps}, the text before
+// What `receive` gets of a request: {tried}, how many texts the network has seen, and `seen`, the last; {given, tokens, steps}, the text before
 // the first call, then {frame, calls, seconds} of each; {fills}, the likeliest, with {proven, bound, comparesLengths}, as
 // from search.js; {parts}, the next of a text that is proofread, as from proofread.js; {done} or {error} at the end.
 //
 // While the model loads, a page of export.py plays the text that it recorded, samples[0], until the user begins something.
+// A page without one writes the first example as soon as it is open.
 const link = new URLSearchParams(location.hash.slice(1));
 const phone = matchMedia("(max-width: 34rem)");
 let ready = false, failed = false, request = 0, writing = null, last = "", refreshing = 0;  // refreshing: a timer, or 0
@@ -72,12 +74,13 @@ function endRecorded() {
   jump(1e6);
 }
 
-// End what is being written; what there is of it stays, if `isForgotten` until the next text is shown.
+// End what is being written; what there is of it stays, if `isForgotten` or if nobody asked for it until the next text is
+// shown.
 function leave(isForgotten) {
   if (ready) $("progress").hidden = true;
   if (!writing) return;
   if (samples.at(-1) === writing) {
-    Object.assign(writing, {planned: undefined, isForgotten});
+    Object.assign(writing, {planned: undefined, isForgotten: isForgotten || writing.isExample});
     refresh();
   }
   writing = null;
@@ -85,7 +88,7 @@ function leave(isForgotten) {
 }
 
 // Write a text, "rank" the fills of one, or "fix" it.
-function start(what = "write") {
+function start(what = "write", isExample = false) {
   if (failed) return;  // what is said stays
   endRecorded();
   if (!ready) {
@@ -101,11 +104,13 @@ function start(what = "write") {
     if (fix && !typed.trim()) throw "There is no text to proofread; type one.";
     const read = source.read(typed, how);
     if (what === "write") last = JSON.stringify(settingsOf());
-    history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
+    if (!isExample) history.replaceState(null, "", "#" + new URLSearchParams({...Object.fromEntries(link), ...settingsOf()}));
     leave(what === "write");
-    writing = {title: titleOf(typed), typed, what};
+    writing = {title: titleOf(typed), typed, what, isExample};
     $("stop").disabled = false;
-    say({write: "waiting", rank: "searching", fix: "proofreading"}[what]);
+    say({write: "waiting", rank: "searching for the likeliest fills", fix: "proofreading"}[what]);
+    if (rank) showTried(typed);
+    if (fix) openProof(typed);
     source.ask(++request, how, read);
   } catch (error) {
     say(String(error), true);
@@ -126,8 +131,9 @@ function begun(what) {
   $("progress").hidden = true;
   endRecorded();
   say("");
-  const asked = wanted ?? (isAsked() ? "write" : null);
+  const asked = wanted ?? (isAsked() ? "write" : null), isEmpty = !samples[0].frames.length && $("locked").hidden;
   if (asked && $("composer").reportValidity()) start(asked);
+  else if (isEmpty) start(live.examples.find(example => example.text)?.what, true);
 }
 
 // There is no model: say why.
@@ -182,8 +188,6 @@ function receive(data) {
     load(0);
     go(1e6);
   } else if (data.parts) {
-    if (!writing.isProof) openProof(writing.typed);
-    writing.isProof = true;
     showParts(data.parts);
   } else if (data.done) {
     if (data.sample) Object.assign(writing, data.sample);
@@ -191,7 +195,15 @@ function receive(data) {
     leave(false);
   } else if (data.tried !== undefined && writing && !writing.given) {
     showProgress(`${count(data.tried, "text")} seen`);
+    if (data.seen && writing.what === "rank") showTried(data.seen);
   }
+}
+
+// While fills are ranked: the template, then what the network is shown.
+function showTried(text) {
+  $("hint").textContent = text;
+  $("hint").className = "trying";
+  display("hint");
 }
 
 const exact = p => `${Number((100 * p).toPrecision(2))}\u00a0%`;
@@ -266,6 +278,14 @@ function type(text) {
   fit();
 }
 
+// Put a text at the cursor of the field.
+function insert(text) {
+  $("typed").focus({preventScroll: true});
+  if (!document.execCommand("insertText", false, text)) $("typed").setRangeText(text);
+  fit();
+  endRecorded();
+}
+
 // Let the field be as high as its text, within bounds.
 function fit() {
   const field = $("typed");
@@ -289,7 +309,13 @@ function begin() {
   live.examples.forEach(addChip);
   $("typed").value = live.examples.find(example => example.text)?.text ?? "";
   const {fills = true, fixes, key, steps, most_tokens} = live;
-  $("help").textContent = source.help + (fixes ? " Proofread finds mistakes in a text without gaps." : "");
+  for (const [text, meaning] of source.syntax) {
+    const button = Object.assign(make("button", text), {type: "button"}), item = make("li");
+    button.addEventListener("click", () => insert(text));
+    item.append(button, meaning);
+    $("syntax").append(item);
+  }
+  $("help").textContent = source.help;
   $("rank").hidden = !fills;
   $("proofread").hidden = !fixes;
   $("locked").hidden = !key;

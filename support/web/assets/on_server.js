@@ -1,7 +1,6 @@
 // Where the page of serve.py computes: on its server, which sends what happens as server-sent events. served_page.py
 // writes into `live` what the server can do.
 const isGap = new RegExp(live.gap, "u");
-const patterns = live.matches ? " [___:[a-z]+] must match a pattern, [___|yes|now] is one of a list." : "";
 let controller = null;
 
 // The JSON of server-sent events.
@@ -66,8 +65,11 @@ async function follow(id, body) {
 
 const source = {
   fields: ["typed", "tokens", "steps", "temperature", "seed"],
-  help: live.fills ? `Each ${live.signs.join(" or ")} is a token to fill, [___] a gap of unknown length.${patterns} A text ` +
-    "without gaps is continued." : "The text is continued.",
+  syntax: [
+    ...live.fills ? [[live.signs[0], "one token"], ["[___]", "a gap of any length"]] : [],
+    ...live.fills && live.matches ? [["[___:[a-z]+]", "a gap that must match a pattern"], ["[___|yes|now]", "one of a list"]] : [],
+  ],
+  help: live.fills ? "A text without gaps is continued." : "The text is continued.",
   read(typed, how) {
     const hasGap = live.fills && isGap.test(typed);
     if (how.rank && !hasGap) throw `There is no gap to rank fills for: type ${live.signs[0]} for a token, or [___].`;

@@ -41,7 +41,7 @@ export function logSoftmax(logits) {
 }
 
 // Draw a token: the first at which the cumulative distribution exceeds u. Temperature 0 gives the likeliest.
-function drawToken(logp, u, temperature) {
+export function drawToken(logp, u, temperature) {
   const top = logp.reduce((a, b) => Math.max(a, b));
   let total = 0;
   const cdf = Array.from(logp, v => total += Math.exp((v - top) / Math.max(temperature, 1e-30)));

@@ -13,7 +13,7 @@ function counted(id) {
     const found = [];
     for (const row of seen) {
       if (id !== current) throw null;
-      postMessage({id, tried: ++look.tried});
+      postMessage({id, tried: ++look.tried, seen: row});
       found.push(...await predict([row]));
     }
     return found;

@@ -16,6 +16,7 @@ import sample
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.chat import ChatTemplate
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.likelihood import chain_rule
 from nanomdlm.support.run import checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -109,6 +110,19 @@ def test_it_answers_in_turn(run, capsys):
         assert entry.run(sample.main, argv) == 0
         assert json.loads(capsys.readouterr().out)["text"] == f"{prompt}\n{answer}"
     assert entry.run(eval.main, [f"--out_dir={run}", "--windows=4", "--pictures=none"]) == 0
+
+
+def test_an_answer_is_scored_after_the_prompt_as_it_was_learned(run):
+    """log p of each answer is that of its window in the validation text."""
+    model, tokenizer, config = mdlm.load(run)
+    windows = corpus_of(run / "data", config, torch.device("cpu")).windows().long()
+    last = [int(row.nonzero().max()) for row in model.objective.scored_mask(windows)]
+    texts = {tuple(x[: i + 1].tolist()) for x, i in zip(windows, last)}  # without padding
+    known = torch.stack([chain_rule(model, torch.tensor([ids])).sum() for ids in texts])
+    for talk in TALKS:
+        prompt = json.dumps(talk[:-1]) if len(talk) > 2 else talk[0]["content"]
+        (found,) = sample.score(model, tokenizer, (prompt, talk[-1]["content"]), passes=2)
+        assert (known - found.logp).abs().min() < 1e-4
 
 
 def test_the_run_keeps_the_template(run, talks, tmp_path):

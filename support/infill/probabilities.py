@@ -31,6 +31,7 @@ from nanomdlm.support.infill.model_calls import (
     to_context,
 )
 from nanomdlm.support.infill.shared_padding import compute_once
+from nanomdlm.support.infill.templates import given_text
 from nanomdlm.support.numerics import generator
 from nanomdlm.support.run.calibration import calibrated
 
@@ -266,7 +267,7 @@ def cut_windows(model, tokenizer, text):
         raise UserError("this model learned to answer prompts; give pairs (prompt, answer)")
     end = [] if tokenizer.end_id is None or abilities.knows_lengths(model) else [tokenizer.end_id]
     if learned_answers:
-        given = tokenizer.encode_lossless(context) + end
+        given = given_text(context, tokenizer, model.config).ids
         ids = tokenizer.encode_lossless(text)
     elif context:
         given, ids = tokenizer.encode_pair(context, text)

@@ -601,13 +601,17 @@ def test_pictures_of_lessons_are_there_light_and_dark():
             assert (path.parent / name).is_file(), name
 
 
+DRAWN = ["idea", "noise", "strips", "guesses", "look", "joint", "waves"]
+DRAWN += ["means", "jensen", "search", "twin", "sees", "automaton"]
+
+
 def test_each_picture_of_the_lessons_is_shown():
     words = "".join(path.read_text(encoding="utf-8") for path in TEXTS)
     for path in (LESSONS / "pictures").iterdir():
         assert f'"pictures/{path.name}"' in words, path
 
 
-@pytest.mark.parametrize("name", ["idea", "noise", "strips", "guesses", "look", "joint", "waves"])
+@pytest.mark.parametrize("name", DRAWN)
 def test_picture_is_drawn_by_the_command_beside_it(name, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     (args,) = [a for figures in FIGURES.values() for a in figures if f"--draw={name}" in a]

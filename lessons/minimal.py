@@ -17,18 +17,18 @@ T, C, HEADS, LAYERS, BATCH = 64, 128, 4, 3, 32  # context, width, heads, layers,
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.near = nn.Conv1d(C, C, 5, padding=2, groups=C)  # mixes neighboring characters
         self.qkv = nn.Linear(C, 3 * C)
         self.out = nn.Linear(C, C)
+        self.near = nn.Conv1d(C, C, 5, padding=2, groups=C)  # mixes neighboring characters
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))
 
     def forward(self, x):  # (B, T, C)
         h = F.rms_norm(x, (C,))
-        h = h + self.near(h.mT).mT
         q, k, v = self.qkv(h).view(*h.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v)  # no causal mask: each position attends to all
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(F.rms_norm(x, (C,)))
+        h = F.rms_norm(x, (C,))
+        return x + self.mlp(h + self.near(h.mT).mT)
 
 
 class Model(nn.Module):

@@ -358,6 +358,23 @@ def test_links_of_a_lesson_resolve(path):
         assert link.startswith("http") or (path.parent / link).exists(), link
 
 
+def test_one_file_holds_the_readme_all_lessons_in_order_and_the_docs():
+    command = [sys.executable, LESSONS / "one_file.py"]
+    printed = subprocess.run(command, capture_output=True, text=True, encoding="utf-8").stdout
+    docs = [ROOT / "README.md", *TEXTS, *(ROOT / "docs").glob("*.md")]
+    assert all(path.read_text(encoding="utf-8").strip() in printed for path in docs)
+    headings = re.findall(r"^# (\d+b?)\. ", printed, re.M)
+    assert headings == [*map(str, range(9)), "8b", *map(str, range(9, 14))]
+
+
+def test_llms_txt_names_each_lesson_and_page_of_the_docs():
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    linked = [ROOT / link for link in re.findall(r"\]\(([^)]+)\)", text)]
+    assert all(path.is_file() for path in linked)
+    assert {*TEXTS, *(ROOT / "docs").glob("*.md")} <= {*linked}
+    assert text.startswith("# mdlm\n\n> "), "a title, then a summary, as llmstxt.org says"
+
+
 # --------------------------------------------------------------------------------------------------
 # lessons/programs/: what a lesson runs is a file, and what it shows is in that file
 

@@ -30,10 +30,9 @@ from nanomdlm.support.data.patterns import parse_periods
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run.plots import DARK, LIGHT, check_picture, themed, write_figure
 
-STEPS = (1, 2, 4, 8, 16, 32, 64)
+STEPS = (1, 2, 4, 8, 16, 32)
 SHOWN = 16  # sequences in the picture, at most
 FIRST = 24  # symbols of each, at most
-PANELS = 5  # numbers of steps, the largest, whose sequences are shown
 SAMPLERS = {
     "default": {},
     "random order": dict(order="random", correct=0),
@@ -100,7 +99,7 @@ def draw(fractions, speeds, shown, path, theme=LIGHT):
     best = sweet_spot(fractions["default"])
     height = sum(fractions["default"][best]) / len(fractions["default"][best])
     ax.plot(STEPS[best], height, "*", color=theme.blue, ms=18, mec=theme.paper)
-    words = f"95 % of the best: {height:.1%} valid in {STEPS[best]} steps"
+    words = f"sweet spot: {height:.1%} valid in {STEPS[best]} steps"
     place = dict(textcoords="offset points", xytext=(8, 10), ha="right")
     ax.annotate(words, (STEPS[best], height), color=theme.blue, **place)
     ax.set(xscale="log", xlabel="steps", ylabel="share of valid sequences", ylim=(0, 1.12))
@@ -115,14 +114,11 @@ def draw(fractions, speeds, shown, path, theme=LIGHT):
     speed.spines["top"].set_visible(False)
     symbols = sorted(set("".join(text for texts in shown for text, _ in texts)))
     width = min(FIRST, max(len(text) for texts in shown for text, _ in texts))
-    grids = bottom.subplots(1, PANELS)
-    colormaps = environment.optional("matplotlib.colors", "a picture")
-    tab20 = environment.optional("matplotlib.cm", "a picture").tab20.colors
-    strong_first = colormaps.ListedColormap([*tab20[::2], *tab20[1::2]])  # then the pale ones
-    for axis, steps, texts in zip(grids, STEPS[-PANELS:], shown[-PANELS:]):
+    grids = bottom.subplots(1, len(STEPS))
+    for axis, steps, texts in zip(grids, STEPS, shown):
         texts = texts[:SHOWN]
         rows = [[symbols.index(c) for c in text[:width]] for text, _ in texts]
-        axis.imshow(rows, cmap=strong_first, vmin=0, vmax=19, aspect="auto")
+        axis.imshow(rows, cmap="tab20", vmin=0, vmax=19, aspect="auto")
         marks = ["✓" if valid else "✗" for _, valid in texts]
         axis.set_yticks(range(len(texts)), marks)
         axis.tick_params(length=0, labelsize=8)

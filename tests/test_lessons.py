@@ -272,6 +272,14 @@ def test_file_that_cannot_be_checked(tmp_path, source, word):
     assert code == 2 and word in said and said.count("\n") == 1
 
 
+def test_answer_is_found_in_the_folder_my(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check.main(["2", "loss.py"]) == 2 and "or in my/" in capsys.readouterr().out
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "loss.py").write_text(RIGHT["loss"])
+    assert check.main(["2", "loss.py"]) == 0
+
+
 def test_endless_answer_is_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check, "LIMIT", 0.3)
     (tmp_path / "a.py").write_text("while True:\n    print('x')")

@@ -151,8 +151,10 @@ def draw(sample, theme):
                 picture.add(words % (colors["mask"] if is_break else color), flash, last)
     height = 30 + (1 + max(row for _, row in places)) * HEIGHT + 20
     n = sample["given"].count(False)
-    caption = f"{n} tokens, {sample['calls']} network calls. Bold: given. Color: when it appeared."
-    caption += " Red: corrected."
+    caption = f"{n} tokens, {sample['calls']} network calls."
+    caption += " Bold: given." if n < len(tokens) else ""
+    caption += " Color: when it appeared."
+    caption += " Red: corrected." if any(len(each) > 1 for each in events) else ""
     longest = max(
         column + max(1, len(token)) for (column, _), token in zip(places, tokens, strict=True)
     )

@@ -1,6 +1,6 @@
 """Check the answer to a lesson's exercise.
 
-    python lessons/check.py 1 mask.py     # lesson 1; mask.py holds your function
+    python lessons/check.py 1 mask.py     # lesson 1; mask.py, or my/mask.py, holds your function
 
 Prints one line: what is right (exit code 0), or what is wrong (1). If the answer cannot be checked,
 because the file is missing, lacks the function, raises an error or does not end, the line says so
@@ -103,9 +103,11 @@ def check(argv):
     """Check the answer that the arguments name: ("right", "wrong" or "not checked", a sentence)."""
     if len(argv) != 2 or not argv[0].isdecimal() or not 1 <= int(argv[0]) <= LESSONS:
         return "not checked", f"give a lesson, 1 to {LESSONS}, and a file: check.py 1 mask.py"
-    if not os.path.isfile(argv[1]):  # also False if the name is too long
-        return "not checked", f"there is no file {argv[1][:80]}"
-    path = Path(argv[1]).resolve()
+    places = (argv[1], os.path.join("my", argv[1]))
+    found = [place for place in places if os.path.isfile(place)]  # none if the name is too long
+    if not found:
+        return "not checked", f"there is no file {argv[1][:80]}, here or in my/"
+    path = Path(found[0]).resolve()
     verdict, sentence, printed = run(int(argv[0]), path)
     show(printed)
     return verdict, sentence

@@ -227,17 +227,31 @@ def check_schedule(at_start, scale):
 
 
 # ---- 5: BERT's rate or all rates
-# Detects: a sum, weights by rate, the mean of the values below 15 %, the first tenth.
-def check_rates(nelbo, shown):
-    for ce in (
-        [0.8, 0.9, 1.1, 1.3, 1.5, 1.8, 2.1, 2.4, 2.8, 3.2],
-        [float(i**2) for i in range(10)],
+# Detects: a plain mean of the ten, one share read as another, weights that are the shares, that are
+# not divided by ten, that only have the right ratios, that are made up for rates never drawn.
+def check_rates(shown, weights):
+    ce = [0.8, 0.9, 1.1, 1.3, 1.5, 1.8, 2.1, 2.4, 2.8, 3.2]
+    bert = [0.0, 1.0] + 8 * [0.0]
+    rising = [(2 * i + 1) / 100 for i in range(10)]
+    for share, hint in (
+        (bert, "a run that only draws the second tenth shows the loss of the second tenth"),
+        (10 * [0.1], "a run that draws all rates equally shows the mean of the ten"),
+        (rising, "each loss counts as often as its tenth is drawn"),
     ):
-        hint = "every rate has the same weight, so it is the plain mean of the ten"
-        close(nelbo(list(ce)), sum(ce) / 10, "nelbo", hint)
-        hint = "BERT trains only at 15 %, which is in the second tenth"
-        close(shown(list(ce)), ce[1], "shown", hint)
-    return "the bound is the mean over all rates; training at 15 % shows one of them"
+        close(shown(list(ce), list(share)), sum(map(math.prod, zip(ce, share))), "shown", hint)
+    for share in (10 * [0.1], rising):
+        found = weights(list(share))
+        good = isinstance(found, (list, tuple)) and len(found) == 10
+        demand(good, "weights should return a list of ten numbers if all tenths are drawn")
+        found = [number(w, "weights") for w in found]
+        mean = sum(s * w * loss for s, w, loss in zip(share, found, ce))
+        hint = "each tenth should count a tenth, however often it is drawn"
+        close(mean, sum(ce) / 10, "the mean loss with these weights", hint)
+        for s, w in zip(share, found):
+            close(w, 0.1 / s, f"the weight of a tenth drawn with {s:.0%}", hint)
+    why = "no weight turns losses of the second tenth into those of the others: return None"
+    demand(weights(list(bert)) is None, why)
+    return "a run shows the rates that it draws; with weights it shows the bound, if it draws all"
 
 
 # ---- 6: the bound
@@ -853,7 +867,7 @@ CHECKS = {
     2: [(check_loss, "loss")],
     3: [(check_network, "attend", "parameters")],
     4: [(check_schedule, "at_start", "scale")],
-    5: [(check_rates, "nelbo", "shown")],
+    5: [(check_rates, "shown", "weights")],
     6: [(check_bound, "bound", "bits")],
     7: [(check_generate, "generate"), (check_top_p, "top_p")],
     8: [(check_parallel, "parallel_error"), (check_order, "choose"), (check_sweep, "fewest")],

@@ -334,3 +334,224 @@ def draw_waves(path, theme):
     right.set_title(f"the first {WAVES}, sorted by k", fontsize=10, pad=16)
     fig.colorbar(image, ax=right, fraction=0.05)
     write_figure(fig, path, small=True)
+
+
+# ---- Two ways to take a mean
+SEQUENCES = {"A": [0.2], "B": [1.0, 1.2, 1.4]}  # the cross-entropies of masked tokens (lesson 2)
+
+
+def draw_means(path, theme):
+    """Draw the loss of two sequences as an area, with each of the two divisions of lesson 2."""
+    rectangle = optional("matplotlib.patches", "a picture").Rectangle
+    fig, axes = figure(7.5, 2.9, 1, 2, sharey=True)
+    count = sum(map(len, SEQUENCES.values()))
+    titles = ("right: the mean of means", "wrong: divided by all four masks")
+    for ax, title, by_text in zip(axes, titles, (True, False), strict=True):
+        x = area = 0.0
+        for (name, losses), color in zip(SEQUENCES.items(), (theme.blue, theme.red)):
+            begin = x
+            for loss in losses:
+                width = 1 / len(SEQUENCES) / len(losses) if by_text else 1 / count
+                face = mixed(color, 0.45, theme)
+                ax.add_patch(rectangle((x, 0), width, loss, fc=face, ec=theme.paper, lw=1.5))
+                ax.text(x + width / 2, loss + 0.03, f"{loss:g}", size=9, ha="center")
+                x += width
+                area += width * loss
+            words = f"{name}: {x - begin:.0%} of the weight"
+            ax.text((begin + x) / 2, -0.1, words, size=9, color=color, ha="center", va="top")
+        ax.set(xlim=(0, 1), ylim=(0, 1.65), xticks=[])
+        ax.grid(False)
+        ax.set_title(f"{title}: {area:.2f}", fontsize=10)
+    axes[0].set_ylabel("cross-entropy, nats")
+    fig.suptitle("A bar for each masked token; the area is the loss.\n", fontsize=9)
+    write_figure(fig, path, small=True)
+
+
+# ---- The bound
+def draw_jensen(path, theme):
+    """Draw -ln p, the probabilities of a text in two orders, and the two means of lesson 6."""
+    low, high = 0.2, 0.4
+    middle = (low + high) / 2
+    fig, ax = figure(7.5, 3.3)
+    xs = [0.12 + i / 250 for i in range(96)]
+    ax.plot(xs, [-math.log(x) for x in xs], color=theme.soft, lw=2)
+    ends = (-math.log(low), -math.log(high))
+    ax.plot((low, high), ends, "o-", color=theme.red, lw=1.6, ms=7)
+    ax.text(low + 0.008, ends[0] + 0.03, "one order: p = 0.2, 1.609 nats", size=9.5, va="bottom")
+    ax.text(high + 0.006, ends[1] + 0.04, "the other: p = 0.4, 0.916 nats", size=9.5)
+    bound, truth = sum(ends) / 2, -math.log(middle)
+    ax.plot(middle, bound, "o", color=theme.red, ms=9)
+    ax.plot(middle, truth, "o", color=theme.blue, ms=9)
+    style = dict(size=10, va="center")
+    ax.text(middle + 0.01, bound + 0.07, f"the bound: {bound:.3f}", color=theme.red, **style)
+    words = f"the truth: {truth:.3f}"
+    ax.text(middle - 0.01, truth - 0.05, words, color=theme.blue, ha="right", **style)
+    ax.text(0.147, 1.95, "-ln p", color=theme.soft, size=10)
+    ax.set(xlabel="probability of the text", ylabel="nats", xlim=(0.12, 0.53), ylim=(0.55, 2.15))
+    write_figure(fig, path, small=True)
+
+
+# ---- A search with a proof
+def draw_search(tree, path, theme):
+    """Draw a best-first search: a column for each number of filled letters.
+
+    tree: a list of nodes, dicts of `text` (the letters filled), `parent` (its index, None for the
+    root), `cost` (nats), `call` (the number of the call that continued it, or None), `final`.
+    """
+    final = [node for node in tree if node["final"]]
+    best = min(final, key=lambda node: node["cost"])
+    depth = max(len(node["text"]) for node in tree)
+    leaves = [i for i, node in enumerate(tree) if node["call"] is None]
+    fig, ax = figure(7.5, 0.27 * len(leaves) + 0.7)
+    children = {i: [k for k, n in enumerate(tree) if n["parent"] == i] for i in range(len(tree))}
+    rows = {}
+
+    def place(i):
+        for child in children[i]:
+            place(child)
+        below = [rows[child] for child in children[i]]
+        used = [row for k, row in rows.items() if not children[k]]
+        rows[i] = sum(below) / len(below) if below else max(used, default=-1) + 1
+
+    place(0)
+    for i, node in enumerate(tree):
+        column = len(node["text"])
+        wins = best["text"].startswith(node["text"])
+        color = theme.blue if wins else theme.ink if node["call"] else theme.soft
+        if node["parent"] is not None:
+            ends = (column - 1 + 0.4, column - 0.05), (rows[node["parent"]], rows[i])
+            ax.plot(*ends, color=theme.blue if wins else theme.soft, lw=2 if wins else 0.8)
+        masks = "█" * (depth - column)
+        word = (pieces_with_spaces([node["text"]])[0] if node["text"] else "") + masks
+        style = dict(size=10, va="center_baseline", color=color, parse_math=False)
+        ax.text(column, rows[i], word, family="monospace", **style)
+        words = f"{node['cost']:.2f}" if column else ""
+        words += f"  call {node['call']}" if node["call"] else ""
+        ax.text(column + 0.045 * (depth + 0.6), rows[i], words, **style | dict(size=8.5))
+    ax.set(xlim=(-0.05, depth + 0.4), ylim=(max(rows.values()) + 0.7, -0.7), xticks=[], yticks=[])
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    words = "Costs in nats. Each call continues the cheapest fill so far; gray was never continued."
+    fig.suptitle(words, fontsize=9)
+    write_figure(fig, path, small=True)
+
+
+# ---- The twin
+def draw_twin(logs, path, theme):
+    """Draw validation losses of a diffusion model and its twin: {objective: records}."""
+    fig, ax = figure(7.5, 3.2)
+    names = dict(mdlm="diffusion, an upper bound", ar="autoregressive twin, exact")
+    for (name, log), color in zip(logs.items(), (theme.blue, theme.red)):
+        key, scored = plots.validations(log)
+        points = [(r["step"], r[key]) for r in scored if r["step"]]
+        ax.plot(*zip(*points), "o-", color=color, lw=2, ms=5, label=names[name])
+        low = min(points, key=lambda point: point[1])
+        for at in {low, points[-1]}:
+            up = 8 if name == "ar" else -15
+            place = dict(textcoords="offset points", xytext=(0, up), ha="center")
+            ax.annotate(f"{at[1]:.2f}", at, color=color, size=9, **place)
+    ax.set(xlabel="step (245 are one pass through the text)", ylabel="nats per character")
+    ax.set_ylim(1.35, None)
+    ax.legend(frameon=False, fontsize=9)
+    write_figure(fig, path, small=True)
+
+
+# ---- Who sees whom
+def draw_sees(path, theme, block=2):
+    """Draw which position sees which, of a masked text and, after it, the same text clean."""
+    rectangle = optional("matplotlib.patches", "a picture").Rectangle
+    n = len(SENTENCE)
+    fig, ax = figure(5.6, 5.0)
+    for i in range(2 * n):
+        for j in range(2 * n):
+            row, column = i % n // block, j % n // block
+            masked_row, masked_column = i < n, j < n
+            if masked_row and masked_column:
+                sees = row == column
+            elif masked_row:
+                sees = column < row
+            else:
+                sees = not masked_column and column <= row
+            color = theme.red if masked_column else theme.blue
+            face = mixed(color, 0.6, theme) if sees else mixed(theme.mask, 0.35, theme)
+            ax.add_patch(rectangle((j, i), 1, 1, fc=face, ec=theme.paper, lw=1.5))
+    for k in (n, *range(block, 2 * n, block)):
+        wide = 2.4 if k == n else 0.9
+        ax.plot((k, k), (0, 2 * n), color=theme.ink, lw=wide)
+        ax.plot((0, 2 * n), (k, k), color=theme.ink, lw=wide)
+    names = [*("███" for _ in SENTENCE), *SENTENCE]
+    ax.xaxis.tick_top()
+    at = [k + 0.5 for k in range(2 * n)]
+    ax.set_xticks(at, names, rotation=90, fontsize=9)
+    ax.set_yticks(at, names, fontsize=9)
+    for label in (*ax.get_xticklabels()[:n], *ax.get_yticklabels()[:n]):
+        label.set_color(theme.soft)
+    ax.tick_params(length=0)
+    ax.set(xlim=(0, 2 * n), ylim=(2 * n, 0), aspect="equal")
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    words = "Does the row see the column? Orange: yes, a mask. Blue: yes, a word."
+    ax.set_xlabel(words + "\nAbove and left: the masked text. Below and right: the clean one.")
+    write_figure(fig, path, small=True)
+
+
+# ---- The automaton
+# Of the pattern so|not|now|sea: where each state is drawn, what was read, b when it is reached.
+STATES = {
+    0: (0.0, 0.5, "", "b = 0.18"),
+    1: (1.0, 0.15, "n", "b = 0.56"),
+    2: (1.0, 1.25, "s", "b = 0.02"),
+    3: (2.0, 0.15, "no", "b = 0.7"),
+    4: (2.0, 0.85, "so", "b = 0"),
+    5: (2.0, 1.65, "se", "b = 0.1"),
+    6: (3.0, 0.7, "3 letters", "b = 1"),
+}
+ACCEPT = (4, 6)
+ARROWS = {
+    (0, 1): "n 0.3",
+    (0, 2): "s 0.6",
+    (1, 3): "o 0.8",
+    (2, 4): "o 0.8",
+    (2, 5): "e 0.2",
+    (3, 6): "t 0.5, w 0.2",
+    (5, 6): "a 0.1",
+}
+
+
+def draw_automaton(path, theme):
+    """Draw the states of lesson 13, its arrows with probabilities, and what can still match."""
+    patches = optional("matplotlib.patches", "a picture")
+    fig, ax = figure(7.5, 3.6)
+    wide = 1.9  # units of x for one of y: circles are round
+    for (start, end), words in ARROWS.items():
+        (x0, y0), (x1, y1) = ((STATES[k][0] * wide, STATES[k][1] * 1.7) for k in (start, end))
+        length = math.hypot(x1 - x0, y1 - y0)
+        dx, dy = (x1 - x0) / length, (y1 - y0) / length
+        begin, tip = (x0 + 0.36 * dx, y0 + 0.36 * dy), (x1 - 0.4 * dx, y1 - 0.4 * dy)
+        dead = end == 4
+        color = theme.soft if dead else theme.ink
+        style = dict(arrowstyle="->", color=color, lw=1.4, ls=":" if dead else "-")
+        ax.annotate("", tip, begin, arrowprops=style)
+        x, y = (x0 + x1) / 2, (y0 + y1) / 2 - 0.12
+        box = dict(fc=theme.paper, ec="none", pad=0.8)
+        ax.text(x, y, words, size=9, color=color, ha="center", va="center", bbox=box)
+    for k, (x, y, read, b) in STATES.items():
+        at = (x * wide, y * 1.7)
+        lost = k == 4
+        color = theme.soft if lost else theme.blue
+        share = float(b.split("=")[1])
+        face = mixed(theme.blue, 0.12 + 0.5 * share, theme)
+        ax.add_patch(patches.Circle(at, 0.34, fc=face, ec=color, lw=1.6))
+        if k in ACCEPT:
+            ax.add_patch(patches.Circle(at, 0.28, fc="none", ec=color, lw=1))
+        ax.text(*at, k, size=11, ha="center", va="center")
+        words = f"{read}\n{b}" if read else f"nothing\n{b}"
+        ax.text(at[0], at[1] + 0.4, words, size=8.5, color=theme.soft, ha="center", va="top")
+    ax.set(xlim=(-0.7, 3 * wide + 0.9), ylim=(3.75, -0.2), aspect="equal", xticks=[], yticks=[])
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    words = (
+        "Double circle: accepts. b: the probability that the masks still to come lead to a match."
+    )
+    fig.suptitle(words, fontsize=9)
+    write_figure(fig, path, small=True)

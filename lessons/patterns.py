@@ -4,9 +4,9 @@
     python lessons/patterns.py out-patterns patterns.png
 
 A sequence is valid if it repeats its first 2, 3 or 4 symbols, or as many as --periods of the run
-says. The picture shows the share of valid
-sequences against the number of steps, with a band from the worst to the best seed; the speed; and
-some of the sequences. --dark draws it for a dark background.
+says. The picture shows the share of valid sequences against the number of steps, with a band from
+the worst to the best seed; the speed; and some of the sequences. --dark draws it for a dark
+background.
 """
 
 import argparse

@@ -18,11 +18,15 @@ needed it is that of --run, by default the run in out/ or, if there is none, the
 --draw=joint: two tokens that are drawn in two calls, and in one
 --draw=losses: the log of one run, or of up to four (--run=a,b)
 --draw=waves: what --time_conditioning tells the network
+--draw=means, jensen, sees, automaton: what lessons 2, 6, 11 and 13 compute by hand
+--draw=search: how the best fill of a gap of two letters is found
+--draw=twin: a diffusion model and its autoregressive twin, by step
 """
 
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import os
 import sys
@@ -71,6 +75,8 @@ RATES = (0.2, 0.5, 0.8)
 WIDEST = 64  # tokens of a text that is drawn in one line
 SLOTS = 12  # masks whose likeliest tokens fit beside each other
 SENTENCE = "To be, or not to be: that is the question"
+WITH_GAP = "My lord, I pray you, s██ to the king"
+BRANCHES = 3  # letters that a picture of a search shows for each fill
 WITH_MASK = "My lord, I pray you, tell m█ what the king hath said."
 # What --draw accepts, and the flags that it uses.
 DRAWINGS = dict(
@@ -82,6 +88,20 @@ DRAWINGS = dict(
     joint=(),
     losses=("run",),
     waves=(),
+    means=(),
+    jensen=(),
+    search=("text", "run"),
+    twin=(),
+    sees=(),
+    automaton=(),
+)
+BY_HAND = dict(
+    idea=drawings.draw_idea,
+    waves=drawings.draw_waves,
+    means=drawings.draw_means,
+    jensen=drawings.draw_jensen,
+    sees=drawings.draw_sees,
+    automaton=drawings.draw_automaton,
 )
 
 
@@ -400,6 +420,56 @@ def look_of(args):
     return tokenizer.pieces(ids), maps[max(maps)], ids.index(model.mask_id)
 
 
+@torch.no_grad()
+def search_of(args):
+    """The tree of a best-first search for the masks of --text, for drawings.draw_search.
+
+    Each call continues the cheapest fill, from left to right, until that is a complete one; the
+    BRANCHES likeliest letters of each are kept.
+    """
+    model, tokenizer, _ = load_writer(args)
+    ids = read_text(args.text or WITH_GAP, model, tokenizer)
+    check_size(ids, model)
+    gaps = [i for i, token in enumerate(ids) if token == model.mask_id]
+    if len(gaps) != 2:
+        raise UserError(f"--text has {len(gaps)} masks; give two (█)")
+    tree = [dict(text="", parent=None, cost=0.0, call=None, final=False, ids=ids)]
+    for call in itertools.count(1):
+        waiting = [i for i, node in enumerate(tree) if node["call"] is None]
+        parent = min(waiting, key=lambda i: tree[i]["cost"])
+        node = tree[parent]
+        if node["final"]:
+            return tree
+        node["call"] = call
+        x = to_context(model, torch.tensor([node["ids"]]))
+        at = gaps[len(node["text"])]
+        logp = model(model.objective.view(x))[0, at].log_softmax(-1)
+        for cost, token in zip(*(each.tolist() for each in (-logp).topk(BRANCHES, largest=False))):
+            filled = [*node["ids"][:at], token, *node["ids"][at + 1 :]]
+            text = node["text"] + tokenizer.pieces([token])[0]
+            is_final = at == gaps[-1]
+            tree.append(
+                dict(
+                    text=text,
+                    parent=parent,
+                    cost=node["cost"] + cost,
+                    call=None,
+                    final=is_final,
+                    ids=filled,
+                )
+            )
+
+
+def twin_logs():
+    """The logs of the two runs of results/baseline.md: {objective: records}."""
+    results = Path(__file__).resolve().parent.parent / "results"
+    logs = {}
+    for name in ("mdlm", "ar"):
+        text = (results / f"cpu_pair_{name}.jsonl").read_text(encoding="utf-8")
+        logs[name] = [json.loads(line) for line in text.splitlines()]
+    return logs
+
+
 def logs_of(args):
     """{name of a run: its log} of --run, of up to four folders."""
     names = [os.path.expanduser(name) for name in (args.run or str(default_run(None))).split(",")]
@@ -415,8 +485,8 @@ def logs_of(args):
 def make_drawing(args, theme):
     """Draw what --draw says."""
     path = args.picture
-    if args.draw == "idea":
-        drawings.draw_idea(path, theme)
+    if args.draw in BY_HAND:
+        BY_HAND[args.draw](path, theme)
     elif args.draw == "noise":
         drawings.draw_noise(noise_of(args, theme), path, theme)
     elif args.draw == "strips":
@@ -429,8 +499,10 @@ def make_drawing(args, theme):
         drawings.draw_joint([[0.5, 0.0], [0.0, 0.5]], path, theme)
     elif args.draw == "losses":
         drawings.draw_losses(logs_of(args), path, theme)
+    elif args.draw == "search":
+        drawings.draw_search(search_of(args), path, theme)
     else:
-        drawings.draw_waves(path, theme)
+        drawings.draw_twin(twin_logs(), path, theme)
 
 
 def make_picture(args, theme):

@@ -304,7 +304,6 @@ def without_reader(*command):
     [
         "sample.py --out_dir={run} --length=8 --steps=1",
         "mdlm.py --help",
-        "lessons/minimal.py --seconds=1",
     ],
 )
 def test_program_whose_reader_has_gone_ends_quietly(run, command):

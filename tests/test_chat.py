@@ -116,7 +116,7 @@ def test_an_answer_is_scored_after_the_prompt_as_it_was_learned(run):
     """log p of each answer is that of its window in the validation text."""
     model, tokenizer, config = mdlm.load(run)
     windows = corpus_of(run / "data", config, torch.device("cpu")).windows().long()
-    last = [int(row.nonzero().max()) for row in model.objective.scored_mask(windows)]
+    last = [(x == tokenizer.end_id).nonzero()[1, 0] for x in windows]  # the answer's
     texts = {tuple(x[: i + 1].tolist()) for x, i in zip(windows, last)}  # without padding
     known = torch.stack([chain_rule(model, torch.tensor([ids])).sum() for ids in texts])
     for talk in TALKS:

@@ -13,6 +13,7 @@ import torch
 from conftest import TINY, Toy, run_mdlm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
 import export
 import mdlm
@@ -167,6 +168,20 @@ def test_words_go_on_after_a_gap(made, name):
 def test_no_space_comes_within_brackets(made, name):
     gap = made(name).library.after("(", "x")
     assert templates.joined(filled(made, name, "of (█) the", "of (x) the", gap)[1]) == "of (x) the"
+
+
+def test_a_line_break_that_was_filled_is_shown():
+    """Of characters without a space: nothing but a space is left out after a hyphen."""
+    library = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate("ACGT-\n")}, []))
+    every = tokenizers.Regex(r"[\s\S]")
+    library.pre_tokenizer = pre_tokenizers.Split(every, "isolated")
+    library.decoder = decoders.Fuse()
+    tokenizer = Tokenizer("file", library.to_str())
+    for text in ("AC-█GT", "AC-█"):
+        segments = templates.parse(text, tokenizer, 16)
+        ids = [5 if id == UNTOLD else id for id in templates.to_ids(segments, UNTOLD)]
+        found = templates.joined(templates.to_texts(segments, ids, tokenizer))
+        assert found == text.replace("█", "\n") == tokenizer.decode(ids)
 
 
 def test_words_that_cannot_go_on_are_refused(made):

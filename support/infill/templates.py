@@ -540,17 +540,19 @@ def to_texts(segments, ids, tokenizer):
     """
     ends = list(itertools.accumulate(segment.size for segment in segments))
     texts = []
-    skip_space = False  # whether the next gap's text must not begin with a space
+    own = ""  # characters of which the next gap's text must not begin with one
     for segment, text in zip(segments, tokenizer.cut(ids[: ends[-1]], ends[:-1])):
         is_filled = segment.is_gap
         if not is_filled:
-            skip_space = bool(segment) and has_own_space(segment, text, tokenizer)
+            own = ""
+            if segment and has_own_space(segment, text, tokenizer):
+                own = f" {segment[-1]}" if segment[-1].isspace() else " "
             text = str(segment)
         elif segment.lead:
             text = text.removeprefix(segment.lead)
-        elif skip_space and text:
-            text = text[1:] if is_space(text) else text
-            skip_space = False
+        elif own and text:
+            text = text[1:] if text[0] in own else text
+            own = ""
         if tokenizer.kind == "id":  # numbers, which need a space between them
             text = text.strip(" ")
             if texts and text:  # an empty gap adds nothing

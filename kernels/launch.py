@@ -6,6 +6,7 @@ Elsewhere the kernels can be imported without Triton.
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -68,6 +69,24 @@ def register(name, schema, function, fake, backward=None, save=None):
     if backward is not None:
         torch.library.register_autograd(f"mdlm::{name}", backward, setup_context=save, lib=LIBRARY)
     return getattr(torch.ops.mdlm, name).default
+
+
+def triton_version():
+    """Return the version of Triton that is installed, such as "3.7.1"."""
+    return importlib.metadata.version("triton")
+
+
+def untrusted_attention(version, capability):
+    """Name the attention for which a Triton makes code that PTX does not allow; "" if none.
+
+    version: of Triton, such as "3.7.1"; capability: of the GPU, such as (9, 0)
+
+    The emulator finds it, with the products of Hopper alone (results/aot.md).
+    """
+    major_minor = tuple(int(part) for part in version.split(".")[:2])
+    if capability != (9, 0) or major_minor >= (3, 8):
+        return ""
+    return "attention" if major_minor < (3, 7) else "attention with documents or blocks"
 
 
 def runs_on(tensor):

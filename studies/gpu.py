@@ -98,8 +98,7 @@ def gpt2(study):
 
 def baselines(study):
     compiled = dict(executions=("compiled",), checks=False)
-    study.table.note("--conv=0: no convolution over neighbors")
-    study.race_steps(study.config("gpu", conv=0), **compiled)
+    study.race_steps(study.config("gpu", conv=0), **compiled, what="gpu, --conv=0")
     for T in (16,) if study.tiny else (256, 1024):
         B, H = (2, 2) if study.tiny else (32768 // T, 12)
         case = bench.attention(study.device, torch.bfloat16, B, T, H, 64, prepares=True)
@@ -108,10 +107,8 @@ def baselines(study):
             case.graph = False
             case.inputs = lambda seed, make=case.inputs: [x.detach() for x in make(seed)]
         bench.measure(case, study.table, study.device, study.seconds, (1, 1))
-    mode = "max-autotune-no-cudagraphs"
-    study.table.note(f"PyTorch compiled in the mode {mode}; steps are CUDA graphs as before")
-    with torch._inductor.config.patch(torch._inductor.list_mode_options(mode)):
-        study.race_steps(study.config("gpu"), kernels=["torch"], **compiled)
+    autotuned = dict(executions=(bench.AUTOTUNED_STEP,), checks=False, kernels=["torch"])
+    study.race_steps(study.config("gpu"), **autotuned)
 
 
 # ---- start: whole runs, with a clock at their phases

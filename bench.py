@@ -65,7 +65,6 @@ from nanomdlm.support.infill import word_statistics
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.numerics import generator, standard_error
 from nanomdlm.support.run import compiling, graphs, plots, ranks
-from nanomdlm.support.run.optimizers import average_to_compile, update
 from nanomdlm.support.run.run import run_eagerly
 
 # Relative, of a tensor. In bfloat16 right ones have 2e-3 to 5e-3 (results/hopper.md).
@@ -785,7 +784,7 @@ def gradients(config, *run_args):
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
-# How a step can be executed. "compiled" steps on a GPU are replayed as CUDA graphs, as in training.
+# How a step can be executed. On a GPU, training replays compiled and eager steps as CUDA graphs.
 EAGER_GRAPHS = "eager, as CUDA graphs"
 EXECUTIONS = ("compiled", EAGER_GRAPHS, "compiled, without CUDA graphs", "eager")
 EAGER_SHARE = 0.4  # of the time that is left: what compiled steps leave to those after them
@@ -794,11 +793,8 @@ AUTOTUNED_STEP = "compiled with max-autotune"
 
 def set_execution(run, execution):
     """Let a run from `start_run` execute its steps in one of EXECUTIONS."""
-    if "without" in execution:
+    if "without" in execution or execution == "eager":
         run.engine.call = run_eagerly
-    elif execution == EAGER_GRAPHS:
-        run.engine.average = average_to_compile  # a few launches; lerp takes one per parameter
-        run.engine.call = graphs.Recorder(last=update).call
 
 
 def start_step(exact, kernel, config, folder, device, dtype, execution):

@@ -112,7 +112,8 @@ class Program:
         widths = {}
         for kind, prefix in re.findall(r"\.reg\s+\.(\w+)\s+(%[a-z]+)<\d+>;", body):
             widths[prefix] = 1 if kind == "pred" else int(kind[1:])
-        body = re.sub(r"\.(?:reg|pragma)\s[^;]*;", "", body)
+        # Of memory of a thread (.local), Triton 3.8 declares some that it does not use.
+        body = re.sub(r"\.(?:reg|pragma|local)\s[^;]*;", "", body)
         place = ""
         for statement in re.split(r";", body):
             statement = " ".join(statement.split())

@@ -258,6 +258,13 @@ def test_mixed_types(name, narrow):
         apply(f"{name}.rz.f32.{narrow}", "f32", *short, last)
 
 
+def test_memory_of_a_thread_may_be_declared_but_not_used():
+    declared = ".local .align 1 .b8 __local_depot0[1];"
+    assert execute(f"{declared} mov.u32 %r1, 7;").registers["%r1"][0] == 7
+    with pytest.raises(UnknownInstruction, match=r"ld\.local"):
+        execute(f"{declared} ld.local.b32 %r1, [%rd1];")
+
+
 @pytest.mark.parametrize("body", ["mov.u32 %r2, %r3;", "add.rn.f32.f32x9 %r2, %r2, %r2;"])
 def test_an_error_names_the_line_of_the_source(body):
     """While it is decoded and while it runs; of an inlined function, its callers too."""

@@ -10,7 +10,7 @@ errors, tests/aot.py for their registers.)
 
 The contestants of a case (mdlm, PyTorch, peers) are timed in turns; a time is the median over
 rounds, and `spread` half its interquartile range. Results are checked first; a contestant with a
-wrong result gets no time. The last line sums up: by how much mdlm is faster than PyTorch.
+wrong result gets no time. The last line sums up the speed-ups of mdlm.
 
 `share` of an operation is the shortest time that its FLOPs and bytes allow, at the measured speed
 of products and copies on this GPU, as a fraction of its time; `error` is relative to float64, and
@@ -146,7 +146,7 @@ def read_times(path):
 
 
 def speed_ups(rows):
-    """In words: how much faster than PyTorch compiled (eager) each operation and step is; or "".
+    """In words: the speed-up of each operation and step over PyTorch compiled (eager); or "".
 
     Of each operation the first shape counts, with the backward pass if that was timed.
     """
@@ -163,7 +163,7 @@ def speed_ups(rows):
                 also = f" ({ms[eager] / ms[ours]:.2f}x)" if eager in ms else ""
                 said[name] = f"{name} {ms[compiled] / ms[ours]:.2f}x{also}"
     words = ", ".join(said.values())
-    return words and f"mdlm is faster than PyTorch compiled (eager): {words}"
+    return words and f"speed-up over PyTorch compiled (eager): {words}"
 
 
 class ResultsTable:

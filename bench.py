@@ -135,12 +135,13 @@ def aligned(cells, widths):
 
 
 def read_times(path):
-    """place -> milliseconds, of a file written by --json; {} without one."""
+    """(place -> milliseconds, hardware) of a file written by --json; ({}, "") without one."""
     if not path:
-        return {}
+        return {}, ""
     try:
-        rows = json.loads(Path(path).read_bytes())["rows"]
-        return {place(row): row["ms"] for row in rows if row.get("ms")}
+        old = json.loads(Path(path).read_bytes())
+        rows = [row for row in old["rows"] if row.get("ms") and "contestant" in row]
+        return {place(row): row["ms"] for row in rows}, old["hardware"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--against={path} was not written by bench.py --json") from error
 
@@ -176,7 +177,7 @@ class ResultsTable:
         self.measured = 0  # lines with numbers
         self.above = None  # the heading and the header above the next line
         self.old_file = options.against
-        self.old = read_times(options.against)
+        self.old, self.old_hardware = read_times(options.against)
         versions = {"Python": platform.python_version(), "torch": torch.__version__}
         for package in ("triton", "liger-kernel", "quack-kernels", "cut-cross-entropy"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -211,7 +212,7 @@ class ResultsTable:
     def add(self, *rows):
         """Lines of the table, aligned with one another."""
         for row in rows:
-            if "ms" in row and place(row) in self.old:
+            if "ms" in row and "contestant" in row and place(row) in self.old:
                 row["vs_old"] = self.old[place(row)] / row["ms"]
         lines = []
         for row in rows:
@@ -284,6 +285,8 @@ class ResultsTable:
         middle = np.median([row["vs_old"] for row in both])
         slower = [row for row in both if row["vs_old"] < 1 - SLOWER]
         text = f"against {self.old_file}: {len(both)} rows, {middle:.2f}x in the middle; "
+        if self.old_hardware != self.content["hardware"]:
+            text += f"it was measured on other hardware, {self.old_hardware}; "
         each = "; ".join(
             f"{heading(row)}, {row['contestant']} {row['vs_old']:.2f}x" for row in slower
         )

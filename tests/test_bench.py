@@ -102,7 +102,7 @@ def test_the_last_line_sums_up_in_words():
 def test_against_an_older_file(tmp_path, capsys):
     """Rows of the same place are compared; those that became slower are named."""
     old = tmp_path / "old.json"
-    old.write_text(json.dumps(dict(rows=rows_of(mdlm=2.0, peer=2.0))))
+    old.write_text(json.dumps(dict(rows=rows_of(mdlm=2.0, peer=2.0), hardware="an abacus")))
     table = bench.ResultsTable("kernels", bench.Options(against=str(old)), CPU)
     both = [row for row in rows_of(mdlm=2.5, peer=1.0) if "spread" in row]
     table.add(*both)
@@ -110,6 +110,7 @@ def test_against_an_older_file(tmp_path, capsys):
     assert table.close() == 0
     said = capsys.readouterr().out
     assert "slower by more than 5%: head, M=1, forward + backward, mdlm 0.80x\n" in said
+    assert "other hardware, an abacus" in said
     old.write_text("[1]")
     with pytest.raises(UserError, match=r"--against=.*old\.json"):
         bench.read_times(str(old))

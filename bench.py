@@ -830,7 +830,7 @@ def step_kernels(device):
     if device.type != "cuda":
         return ["torch"]
     # A Triton whose attention auto does not trust: also with it.
-    return ["auto", "torch"] + ["triton"] * bool(kernels.untrusted(device))
+    return ["auto", "torch"] + ["triton"] * bool(kernels.distrusts(device))
 
 
 def race_steps(

@@ -76,17 +76,14 @@ def triton_version():
     return importlib.metadata.version("triton")
 
 
-def untrusted_attention(version, capability):
-    """Name the attention for which a Triton makes code that PTX does not allow; "" if none.
+def distrusts_attention(version, capability):
+    """Whether a Triton makes attention for a GPU that PTX does not allow (results/aot.md).
 
     version: of Triton, such as "3.7.1"; capability: of the GPU, such as (9, 0)
 
-    The emulator finds it, with the products of Hopper alone (results/aot.md).
+    Before 3.7 it leaves out a fence before the products of Hopper read shared memory.
     """
-    major_minor = tuple(int(part) for part in version.split(".")[:2])
-    if capability != (9, 0) or major_minor >= (3, 8):
-        return ""
-    return "attention" if major_minor < (3, 7) else "attention with documents or blocks"
+    return capability == (9, 0) and tuple(map(int, version.split(".")[:2])) < (3, 7)
 
 
 def runs_on(tensor):

@@ -1,6 +1,5 @@
 """Chooses the implementation of each operation: Triton kernels, or PyTorch (reference.py)."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -13,8 +12,8 @@ from .launch import (
     INTERPRET,
     c_compilers,
     can_build,
+    distrusts_attention,
     triton_version,
-    untrusted_attention,
     warn,
 )
 from .masking import mask_tokens
@@ -45,22 +44,11 @@ def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False,
     return implementation(qkv, cos, sin, qk_norm, causal, spans)
 
 
-def attention_without_spans(
-    plain, why, qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None
-):
-    """The implementation `plain`; with spans PyTorch's, and a warning that says why."""
-    if spans is None:
-        return plain(qkv, cos, sin, qk_norm, causal)
-    if not torch.compiler.is_compiling():
-        warn(why)
-    return attention_ref(qkv, cos, sin, qk_norm, causal, spans)
-
-
 def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False, T=0):
     """Choose the operations for --kernels on a device.
 
     name      auto: Triton on CUDA, else PyTorch; attention for which the installed Triton makes
-              code that PTX does not allow runs in PyTorch, too (launch.py, untrusted_attention)
+              code that PTX does not allow runs in PyTorch, too (launch.py, distrusts_attention)
               triton: raise ValueError if Triton cannot run; attention runs with any Triton
               torch: PyTorch
     head_dim  n_embd / n_head. The attention kernels support 32 and 64. With any other, attention
@@ -85,32 +73,20 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
     if name == "torch" or missing:
         return SimpleNamespace(**vars(REFERENCES))
     ops = _triton(name, head_dim, dtype, causal, T)
-    if not causal and head_dim in (None, *HEAD_DIMS):
-        _trust(ops, name, untrusted(device))
+    if distrusts(device):
+        said = f"triton {triton_version()} leaves out a fence in attention for Hopper"
+        where = "runs, as --kernels=triton asks" if name == "triton" else "runs in PyTorch"
+        warn(f"{said}: it {where}; install triton 3.7 or newer (see results/aot.md)")
+        if name == "auto":
+            ops.attention = attention_ref
     return ops
 
 
-def untrusted(device):
-    """Name the attention for which the installed Triton makes code not to be trusted; or ""."""
+def distrusts(device):
+    """Whether attention as the installed Triton makes it for a device is not to be trusted."""
     if torch.device(device).type != "cuda":
-        return ""
-    return untrusted_attention(triton_version(), torch.cuda.get_device_capability(device))
-
-
-def _trust(ops, name, what):
-    """Let the attention `what` ("": none) run in PyTorch; for --kernels=triton warn alone."""
-    if not what:
-        return
-    why = f"triton {triton_version()} may order the instructions of {what} wrongly on Hopper"
-    fix = "install triton 3.8 or newer (torch 2.14 does; see results/aot.md)"
-    if name == "triton":
-        warn(f"{why}, and --kernels=triton runs it all the same: {fix}")
-    elif what == "attention":
-        warn(f"{why}: it runs in PyTorch; {fix}")
-        ops.attention = attention_ref
-    else:
-        plain = attention_ref if ops.attention is attention_of_documents else ops.attention
-        ops.attention = partial(attention_without_spans, plain, f"{why}: it runs in PyTorch; {fix}")
+        return False
+    return distrusts_attention(triton_version(), torch.cuda.get_device_capability(device))
 
 
 def _triton(name, head_dim, dtype, causal, T):

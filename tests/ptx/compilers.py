@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from nanomdlm.kernels.launch import untrusted_attention
+from nanomdlm.kernels.launch import distrusts_attention
 from ptx import cases
 
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # of torch 2.11, 2.13, 2.14, and the newest
@@ -62,10 +62,8 @@ def judge(results):
 
 def is_allowed(name, version, arch):
     """Whether `select` lets this kernel run with this version on this GPU."""
-    untrusted = untrusted_attention(version, (arch // 10, arch % 10))
-    if not untrusted or not name.startswith("attention"):
-        return True
-    return untrusted != "attention" and not name.endswith(", spans")
+    distrusted = distrusts_attention(version, (arch // 10, arch % 10))
+    return not (distrusted and name.startswith("attention"))
 
 
 def main():

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanomdlm.kernels.launch import triton_version, untrusted_attention
+from nanomdlm.kernels.launch import distrusts_attention, triton_version
 
 from . import cases, compilers, driver, memory
 
@@ -26,8 +26,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 # Older versions leave out fences between cp.async, registers and wgmma: see results/aot.md.
-IS_ORDERED = not untrusted_attention(triton_version(), (9, 0))
-needs_order = pytest.mark.skipif(not IS_ORDERED, reason="needs triton 3.8: results/aot.md")
+IS_ORDERED = not distrusts_attention(triton_version(), (9, 0))
+needs_order = pytest.mark.skipif(not IS_ORDERED, reason="needs triton 3.7: results/aot.md")
 
 
 def start(program, *args, **environment):
@@ -132,13 +132,12 @@ def test_the_table_of_compilers_says_which_kernel_failed():
     refused = {
         (name, version, arch)
         for name in found
-        for version in ("3.6.0", "3.7.1", "3.8.0")
+        for version in ("3.6.0", "3.7.1", "3.10.0")
         for arch in (80, 90)
         if not compilers.is_allowed(name, version, arch)
     }
-    spans = {f"attention_{name}_kernel, spans" for name in ("forward", "dq")}
-    wanted = {(name, version, 90) for name in spans for version in ("3.6.0", "3.7.1")}
-    assert refused == wanted | {("attention_dq_kernel", "3.6.0", 90)}
+    attention = {name for name in found if name.startswith("attention")}
+    assert refused == {(name, "3.6.0", 90) for name in attention}
 
 
 def test_a_program_that_crashes_is_no_error_beyond_its_bound():
@@ -182,7 +181,7 @@ ARCHITECTURES = [int(arch) for arch in os.environ.get("MDLM_PTX", "90").split(",
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kind_of_call(arch):
     if arch == 90 and not IS_ORDERED:
-        pytest.skip("needs triton 3.8: results/aot.md")
+        pytest.skip("needs triton 3.7: results/aot.md")
     results = run_cases("slow", arch)
     assert len(results) >= 12
     if arch == 90:  # what tests/aot.py --one compiles is executed, with its types and constants

@@ -10,14 +10,14 @@ errors, tests/aot.py for their registers.)
 
 The contestants of a case (mdlm, PyTorch, peers) are timed in turns; a time is the median over
 rounds, and `spread` half its interquartile range. Results are checked first; a contestant with a
-wrong result gets no time.
+wrong result gets no time. The last line sums up the speed-ups of mdlm.
 
 `share` of an operation is the shortest time that its FLOPs and bytes allow, at the measured speed
 of products and copies on this GPU, as a fraction of its time; `error` is relative to float64, and
 `host_us` is the host time per call in microseconds.
 `share` of a training step is MFU: the model's FLOP/s as a fraction of the GPU's peak. In a profile,
-it is the fraction of the time of all kernels. `speed_up` is relative to PyTorch: eager for kernels,
-compiled for training steps.
+it is the fraction of the time of all kernels. `vs_compiled` and `vs_eager` are speed-ups over
+PyTorch, compiled and eager; `vs_old` over the same row of the file of --against.
 """
 
 from nanomdlm.support.cli import entry, settings, terminal
@@ -25,12 +25,16 @@ from nanomdlm.support.cli import entry, settings, terminal
 entry.start(__name__)
 
 import contextlib
+import functools
 import gc
+import importlib
 import importlib.metadata
 import itertools
+import json
 import math
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,10 +65,11 @@ from nanomdlm.support.infill import word_statistics
 from nanomdlm.support.infill.ensemble import read_newest
 from nanomdlm.support.numerics import generator, standard_error
 from nanomdlm.support.run import compiling, graphs, plots, ranks
-from nanomdlm.support.run.optimizers import average_to_compile, update
 from nanomdlm.support.run.run import run_eagerly
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int64: 0}  # relative, of a tensor
+# Relative, of a tensor. In bfloat16 right ones have 2e-3 to 5e-3 (results/hopper.md).
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3, torch.int64: 0}
+STEP_TOLERANCE = TOLERANCE | {torch.bfloat16: 2e-2}  # gradients of a step pass through more
 LATE = "not measured: the time is up"
 
 
@@ -75,11 +80,13 @@ class Options:
     # Every mode
     json: Writes = ""  # write the results to this file (-: standard output)
     device: str = "auto"  # cpu, cuda or cuda:1; auto: a GPU if there is one
-    time_limit: Amount = 0.0  # start no new case after this many seconds (0: no limit)
+    against: Reads = ""  # compare the times with this file, written by --json earlier
+    time_limit: Amount = 0.0  # stop after about this many seconds (0: no limit)
     # Times
     seconds: Amount = 0.5  # seconds of timing per contestant
     only: str = ""  # kernels: measure only the operations whose name contains this text
     preset: Literal["all", "cpu", "gpu", "gpt2"] = "all"  # of training steps (all that fit)
+    autotune: bool = False  # on a GPU, also time torch.compile with max-autotune (takes minutes)
     # Samples
     out_dir: Reads = "out"  # run or checkpoint folder of a diffusion model
     ar_dir: Reads = ""  # run folder of an autoregressive model that scores texts
@@ -93,10 +100,73 @@ class Options:
 
 
 # How the table shows the numbers of a row; those without a format are only in the JSON.
-FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f", speed_up=".2f")
+FORMATS = dict(ms=".4g", spread=".2g", share=".1%", peak_mb=",.0f")
+FORMATS |= dict(vs_compiled=".2f", vs_eager=".2f", vs_old=".2f")
 FORMATS |= dict(error=".1e", host_us=".3g", calls="d", seconds=".2f")
 FORMATS |= dict(words=".1%", words_se=".1%", distinct=".3f", told=".1%", told_se=".1%")
 FORMATS |= dict(twin=".3f", twin_se=".3f", expected=".3f")
+WHERE = ("operation", "shape", "what")  # of a row; in the table, the heading above it
+
+
+SLOWER = 0.05  # what --against names
+# The contestant whose speed-up the last line gives -> PyTorch compiled, PyTorch eager
+YARDSTICKS = {
+    "mdlm": ("PyTorch compiled", "PyTorch eager"),
+    "--kernels=auto, compiled": ("--kernels=torch, compiled", "--kernels=torch, eager"),
+}
+# It is also timed where "auto" leaves attention to PyTorch (kernels/operations.py); then it counts.
+YARDSTICKS["--kernels=triton, compiled"] = YARDSTICKS["--kernels=auto, compiled"]
+
+
+def heading(row):
+    return ", ".join(row[key] for key in WHERE if row.get(key))
+
+
+def place(row):
+    """What a row measures: operation, shape, what and contestant."""
+    return tuple(row.get(key, "") for key in (*WHERE, "contestant"))
+
+
+def aligned(cells, widths):
+    """A line of a Markdown table; numbers stand at the right."""
+    padded = []
+    for name, width in widths.items():
+        text = cells.get(name, "")
+        padded.append(text.rjust(width) if name in FORMATS else text.ljust(width))
+    return f"| {' | '.join(padded)} |"
+
+
+def read_times(path):
+    """(place -> milliseconds, hardware) of a file written by --json; ({}, "") without one."""
+    if not path:
+        return {}, ""
+    try:
+        old = json.loads(Path(path).read_bytes())
+        rows = [row for row in old["rows"] if row.get("ms") and "contestant" in row]
+        return {place(row): row["ms"] for row in rows}, old["hardware"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--against={path} was not written by bench.py --json") from error
+
+
+def speed_ups(rows):
+    """In words: the speed-up of each operation and step over PyTorch compiled (eager); or "".
+
+    Of each operation the first shape counts, with the backward pass if that was timed.
+    """
+    times = {}
+    for row in rows:
+        if row.get("ms") and "contestant" in row:
+            times.setdefault(place(row)[:3], {})[row["contestant"]] = row["ms"]
+    shapes = {}
+    said = {}
+    for (operation, shape, what), ms in times.items():
+        name = f"step of {what}" if operation == "training step" else operation
+        for ours, (compiled, eager) in YARDSTICKS.items():
+            if {ours, compiled} <= ms.keys() and shapes.setdefault(name, shape) == shape:
+                also = f" ({ms[eager] / ms[ours]:.2f}x)" if eager in ms else ""
+                said[name] = f"{name} {ms[compiled] / ms[ours]:.2f}x{also}"
+    words = ", ".join(said.values())
+    return words and f"speed-up over PyTorch compiled (eager): {words}"
 
 
 class ResultsTable:
@@ -107,9 +177,11 @@ class ResultsTable:
         self.until = time.monotonic() + (options.time_limit or math.inf)
         self.failed = False
         self.measured = 0  # lines with numbers
-        self.columns = 0  # of the header above the next line
+        self.above = None  # the heading and the header above the next line
+        self.old_file = options.against
+        self.old, self.old_hardware = read_times(options.against)
         versions = {"Python": platform.python_version(), "torch": torch.__version__}
-        for package in ("triton", "liger-kernel", "cut-cross-entropy"):
+        for package in ("triton", "liger-kernel", "quack-kernels", "cut-cross-entropy"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package)
         cpu = Path("/proc/cpuinfo")
@@ -136,30 +208,51 @@ class ResultsTable:
 
     def begin(self, title):
         """A new table: the next line has a header above it."""
-        self.columns = 0
+        self.above = (title, ())
         self.say(f"\n{title}")
 
-    def add(self, row):
-        """A line of the table."""
-        cells = {k: v for k, v in row.items() if isinstance(v, str) or k in FORMATS}
-        for k, v in cells.items():
-            if not isinstance(v, str):
-                cells[k] = "" if v is None else format(v, FORMATS[k])
-        if len(cells) > self.columns:
-            self.columns = len(cells)
-            self.say("\n| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|")
-        self.say("| " + " | ".join(cells.values()) + " |")
-        self.measured += "ms" in row or row.get("calls") is not None
-        self.content["rows"].append(row)
+    def add(self, *rows):
+        """Lines of the table, aligned with one another."""
+        for row in rows:
+            if "ms" in row and "contestant" in row and place(row) in self.old:
+                row["vs_old"] = self.old[place(row)] / row["ms"]
+        lines = []
+        for row in rows:
+            shown = {k: v for k, v in row.items() if isinstance(v, str) or k in FORMATS}
+            shown = {k: v for k, v in shown.items() if k not in WHERE}
+            for k, v in shown.items():
+                if not isinstance(v, str):
+                    shown[k] = "" if v is None else format(v, FORMATS[k])
+            lines.append(shown)
+        header = {k: k for line in lines for k in line}
+        widths = {}
+        for k in header:
+            least = 8 if k in FORMATS else 24
+            widths[k] = max(least, *(len(line.get(k, "")) for line in [header, *lines]))
+        above = (heading(rows[0]), tuple(header))
+        if above != self.above:
+            if above[0] and above[0] != (self.above or [""])[0]:
+                self.say(f"\n{above[0]}")
+            self.above = above
+            dashes = {k: "-" * (widths[k] - 1) + (":" if k in FORMATS else "-") for k in header}
+            self.say("\n" + aligned(header, widths) + "\n" + aligned(dashes, widths))
+        for row, line in zip(rows, lines, strict=True):
+            self.say(aligned(line, widths))
+            self.measured += "ms" in row or row.get("calls") is not None
+            self.content["rows"].append(row)
         self.write()  # now: a run that is cut off keeps what it measured
 
     def fail(self, where, contestant, text, fatal=False):
         """A contestant without a time. If fatal, stderr and the exit code say so too."""
-        where = where | dict(contestant=contestant)
-        self.add(where | dict(trouble=text))
+        row = where | dict(contestant=contestant)
+        self.content["rows"].append(row | dict(trouble=text))
+        if heading(row) != (self.above or [""])[0]:
+            self.begin(heading(row))
+        self.say(f"- {contestant}: {text}")
+        self.write()
         if fatal:
             self.failed = True
-            terminal.warn(f"bench.py: {', '.join(where.values())}: {text}")
+            terminal.warn(f"bench.py: {', '.join(row.values())}: {text}")
 
     def write(self):
         if self.path not in ("", "-"):
@@ -174,12 +267,32 @@ class ResultsTable:
         self.say(f"picture: {path}")
 
     def close(self):
-        """The exit code; raises UserError if nothing was measured."""
+        """The exit code, after the last lines; raises UserError if nothing was measured."""
+        for text in (speed_ups(self.content["rows"]), self.compared()):
+            if text:
+                self.note(f"\n{text}")
         if self.path == "-":
             print(to_json(self.content))
         if not (self.measured or self.failed):
             raise UserError("nothing was measured: the lines above say why; raise --time_limit")
         return int(self.failed)
+
+    def compared(self):
+        """In words: what is slower than in the file of --against; "" without it."""
+        if not self.old:
+            return ""
+        both = [row for row in self.content["rows"] if "vs_old" in row]
+        if not both:
+            return "nothing that was measured is in the file of --against"
+        middle = np.median([row["vs_old"] for row in both])
+        slower = [row for row in both if row["vs_old"] < 1 - SLOWER]
+        text = f"against {self.old_file}: {len(both)} rows, {middle:.2f}x in the middle; "
+        if self.old_hardware != self.content["hardware"]:
+            text += f"it was measured on other hardware, {self.old_hardware}; "
+        each = "; ".join(
+            f"{heading(row)}, {row['contestant']} {row['vs_old']:.2f}x" for row in slower
+        )
+        return f"{text}slower by more than {SLOWER:.0%}: {each or 'none'}"
 
 
 def clocks():
@@ -225,6 +338,30 @@ def race(calls, device, seconds, shortest=0.01):
             times[name].append(clock(call, repeats[name], device))
     quartiles = {name: np.quantile(t, (0.25, 0.5, 0.75)).tolist() for name, t in times.items()}
     return {name: (middle, (high - low) / 2) for name, (low, middle, high) in quartiles.items()}
+
+
+class TimeUp(KeyboardInterrupt):
+    """The time limit has passed while something compiles; like Ctrl-C, no library catches it."""
+
+
+@contextlib.contextmanager
+def limited(until):
+    """Raise TimeUp at a time of time.monotonic(), where there are signals (not on Windows)."""
+
+    def stop(*args):
+        raise TimeUp
+
+    seconds = until - time.monotonic()
+    if math.isinf(seconds) or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def captured(f, sets):
@@ -284,6 +421,8 @@ def rate(x, unit):
 # ---- Kernels: an operation at one shape, beside plain PyTorch and installed peers
 # Peers: github.com/linkedin/Liger-Kernel, github.com/apple/ml-cross-entropy, and PyTorch's own.
 compile_fixed = partial(torch.compile, dynamic=False)
+AUTOTUNED = "PyTorch, max-autotune"
+AUTOTUNE_MODE = "max-autotune-no-cudagraphs"  # the graphs are ours
 
 
 @dataclass
@@ -307,7 +446,17 @@ def outcome(out, inputs, backward, grad=None):
 
 
 def yardsticks(contestant, f):
-    return {"PyTorch eager": contestant(f), "PyTorch compiled": contestant(compile_fixed(f))}
+    return {
+        "PyTorch eager": contestant(f),
+        "PyTorch compiled": contestant(compile_fixed(f)),
+        AUTOTUNED: contestant(autotuned(f)),
+    }
+
+
+def autotuned(f):
+    """f, compiled with max-autotune when it is first called: that imports much."""
+    compiled = functools.cache(lambda: compile_fixed(f, mode=AUTOTUNE_MODE))
+    return lambda *args, **more: compiled()(*args, **more)
 
 
 def flex(spans, copies=False):
@@ -382,19 +531,29 @@ def attention(device, dtype, B, T, H, D, S=0, prepares=False):
 
 
 def head_peers():
-    """Names and f(h, W, targets), the mean cross-entropy over all rows of h."""
-    if hasattr(F, "linear_cross_entropy"):
-        yield "F.linear_cross_entropy", F.linear_cross_entropy
-    with contextlib.suppress(ImportError):
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
+    """Names and f(h, W, targets), the mean cross-entropy over all rows of h; None if missing."""
+    yield "F.linear_cross_entropy", getattr(F, "linear_cross_entropy", None)
+    # By default Liger adds the chunks of dW in bfloat16.
+    liger = optional("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
+    yield "liger-kernel", liger and partial(liger, accum_dtype=torch.float32)
+    on_hopper = optional(
+        "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90",
+        "LigerFusedLinearCrossEntropySM90Function",
+    )
+    yield "liger-kernel, for Hopper", on_hopper and on_hopper.apply
+    quack = optional("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+    yield "quack-kernels, in chunks", quack
+    # By default it leaves out gradients below a threshold: wrong by 2.5 % (results/hopper.md).
+    cut = optional("cut_cross_entropy", "linear_cross_entropy")
+    yield "cut-cross-entropy", cut and partial(cut, filter_eps=None)
 
-        # By default it adds the chunks of dW in bfloat16.
-        yield "liger-kernel", partial(liger, accum_dtype=torch.float32)
-    with contextlib.suppress(ImportError):
-        from cut_cross_entropy import linear_cross_entropy as cut
 
-        # By default it leaves out gradients below a threshold: wrong by 2.5 % (results/hopper.md).
-        yield "cut-cross-entropy", partial(cut, filter_eps=None)
+def optional(module, name):
+    """An attribute of a module, or None if that cannot be imported."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
 
 
 def head(device, dtype, M, C, V):
@@ -422,7 +581,7 @@ def head(device, dtype, M, C, V):
 
     contestants = yardsticks(contestant, kernels.linear_cross_entropy_ref)
     for name, f in head_peers():
-        contestants[name] = contestant(lambda h, W, targets, _, f=f: f(h, W, targets))
+        contestants[name] = f and contestant(lambda h, W, targets, _, f=f: f(h, W, targets))
     contestants["mdlm"] = contestant(kernels.linear_cross_entropy)
     shape = f"M={M} C={C} V={V} {str(dtype)[6:]}"
     # Three products. Forward reads h and W; backward writes their gradients.
@@ -507,11 +666,11 @@ def kernel_cases(device):
 
 
 # ---- Kernels: checked, then timed
-def check_close(results, exact, dtype):
+def check_close(results, exact, tolerance):
     """The largest |result - exact| / |exact| of a tensor; UserError if it is too large or NaN."""
     errors = [(r.double() - e).norm() / e.double().norm() for r, e in zip(results, exact)]
     error = torch.stack(errors).nan_to_num(math.inf, math.inf).max().item()
-    if len(results) != len(exact) or error > TOLERANCE[dtype]:
+    if len(results) != len(exact) or error > tolerance:
         raise UserError(f"WRONG RESULT, relative error {error:.2g}")
     return error
 
@@ -521,7 +680,7 @@ def check(case, name, backward, exact):
     inputs = case.inputs(0)  # fresh ones: some contestants overwrite them
     results = case.contestants[name](backward, *inputs)
     forward_only = case.dtype.is_floating_point and not backward
-    return check_close(results, exact[:1] if forward_only else exact, case.dtype)
+    return check_close(results, exact[:1] if forward_only else exact, TOLERANCE[case.dtype])
 
 
 def measure(case, table, device, seconds, limits):
@@ -541,27 +700,37 @@ def measure(case, table, device, seconds, limits):
         facts = {}
         with torch.set_grad_enabled(backward):
             for name in case.contestants:
+                if case.contestants[name] is None:
+                    table.fail(where, name, "missing")
+                    continue
                 try:
-                    error = check(case, name, backward, exact)
-                    f = partial(case.contestants[name], backward)
-                    call = partial(next, itertools.starmap(f, itertools.cycle(sets)))
-                    facts[name] = dict(peak_mb=peak_memory(call, device), error=error)
-                    facts[name]["host_us"] = host_time(call, device)
-                    calls[name] = captured(f, sets) if case.graph else call
+                    with limited(table.until):
+                        error = check(case, name, backward, exact)
+                        f = partial(case.contestants[name], backward)
+                        call = partial(next, itertools.starmap(f, itertools.cycle(sets)))
+                        facts[name] = dict(peak_mb=peak_memory(call, device), error=error)
+                        facts[name]["host_us"] = host_time(call, device)
+                        calls[name] = captured(f, sets) if case.graph else call
+                except TimeUp:
+                    table.fail(where, name, LATE)
                 except Exception as e:  # a peer may raise anything; its line shows it
                     text = describe(e)
                     yardstick = name == first or name.startswith("PyTorch")
                     fatal = name == "mdlm" or (yardstick and text.startswith("WRONG"))
                     table.fail(where, name, text, fatal)
             times = race(calls, device, seconds)
+        rows = []
         for name in times:
             t, spread = (x / (n_sets if case.graph else 1) for x in times[name])
             speed = rate(flops / t, "FLOP/s") if flops else rate(n_bytes / t, "B/s")
-            speed_up = times[first][0] / times[name][0] if first in times else None
             row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3, rate=speed)
-            row |= dict(share=max(flops / limits[0], n_bytes / limits[1]) / t, speed_up=speed_up)
-            row |= facts[name]
-            table.add(where | row | dict(flops=flops, bytes=n_bytes))
+            row |= dict(share=max(flops / limits[0], n_bytes / limits[1]) / t)
+            for key, yardstick in zip(("vs_compiled", "vs_eager"), YARDSTICKS["mdlm"]):
+                base = times.get(yardstick)
+                row[key] = base and base[0] / times[name][0]
+            rows.append(where | row | facts[name] | dict(flops=flops, bytes=n_bytes))
+        if rows:
+            table.add(*rows)
 
 
 def bench_kernels(options, device, table):
@@ -575,6 +744,8 @@ def bench_kernels(options, device, table):
     both = f"{rate(limits[0], 'FLOP/s')} in a bfloat16 product, {rate(limits[1], 'B/s')} in a copy"
     table.note(f"share: of what this device does, {both}")
     for case in cases:
+        if not options.autotune:
+            case.contestants.pop(AUTOTUNED, None)
         torch._dynamo.reset()  # forget what was compiled for another shape
         if ranks.is_late(table.until):
             table.fail(dict(operation=case.name, shape=case.shape, what=""), "all", LATE)
@@ -618,25 +789,29 @@ def gradients(config, *run_args):
     return [loss] + [p.grad for p in run.model.parameters()]
 
 
-# How a step can be executed. "compiled" steps on a GPU are replayed as CUDA graphs, as in training.
+# How a step can be executed. On a GPU, training replays compiled and eager steps as CUDA graphs.
 EAGER_GRAPHS = "eager, as CUDA graphs"
 EXECUTIONS = ("compiled", EAGER_GRAPHS, "compiled, without CUDA graphs", "eager")
+EAGER_SHARE = 0.4  # of the time that is left: what compiled steps leave to those after them
+AUTOTUNED_STEP = "compiled with max-autotune"
 
 
 def set_execution(run, execution):
     """Let a run from `start_run` execute its steps in one of EXECUTIONS."""
-    if "without" in execution:
+    if "without" in execution or execution == "eager":
         run.engine.call = run_eagerly
-    elif execution == EAGER_GRAPHS:
-        run.engine.average = average_to_compile  # a few launches; lerp takes one per parameter
-        run.engine.call = graphs.Recorder(last=update).call
 
 
 def start_step(exact, kernel, config, folder, device, dtype, execution):
     """(run, call of a step, megabytes) of a contestant whose gradients are right."""
     run_args = (folder, device, dtype, kernel, execution.startswith("compiled"))
+    if execution == AUTOTUNED_STEP:
+        torch._dynamo.reset()  # or it would find what was compiled without
+        inductor = importlib.import_module("torch._inductor")
+        with inductor.config.patch(inductor.list_mode_options(AUTOTUNE_MODE)):
+            return start_step(exact, kernel, config, folder, device, dtype, "compiled")
     if exact:
-        check_close(gradients(config, *run_args), exact, dtype)
+        check_close(gradients(config, *run_args), exact, STEP_TOLERANCE[dtype])
     gc.collect()  # free unused memory before measuring it
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     run = start_run(config, *run_args)
@@ -652,20 +827,33 @@ def start_step(exact, kernel, config, folder, device, dtype, execution):
 
 def step_kernels(device):
     """The values of --kernels whose steps are compared."""
-    return ["auto", "torch"] if device.type == "cuda" else ["torch"]
+    if device.type != "cuda":
+        return ["torch"]
+    # A Triton whose attention auto does not trust: also with it.
+    return ["auto", "torch"] + ["triton"] * bool(kernels.distrusts(device))
 
 
 def race_steps(
-    config, folder, device, table, options, executions=EXECUTIONS, kernels=None, checks=True
+    config,
+    folder,
+    device,
+    table,
+    options,
+    executions=EXECUTIONS,
+    kernels=None,
+    checks=True,
+    what="",
 ):
     """Time the steps of a config with PyTorch and Triton, first as in training.
 
+    what: the config's name, if it is not its preset's
     kernels: values of --kernels (default: those of step_kernels); checks: whether gradients are
     first compared with eager PyTorch's in float32
     """
     dtype = devices.pick_dtype("auto", device)
     size = f"V={config.vocab_size} T={config.block_size} batch={config.batch_size}"
-    where = dict(operation="training step", shape=f"{size} {str(dtype)[6:]}", what=config.preset)
+    where = dict(operation="training step", shape=f"{size} {str(dtype)[6:]}")
+    where["what"] = what or config.preset
     peak = devices.peak_flops(device) if dtype == torch.bfloat16 else None
     exact = None
     try:
@@ -675,21 +863,29 @@ def race_steps(
         table.note("eager PyTorch, the yardstick of the gradients, fails: " + describe(e))
     kernels = kernels or step_kernels(device)
     base = None  # speed-ups are relative to PyTorch, compiled if that works
-    for execution in executions:
-        if "CUDA" in execution and device.type != "cuda":
-            continue
+    executions = [x for x in executions if "CUDA" not in x or device.type == "cuda"]
+    for i, execution in enumerate(executions):
         ready = {}
         stopped = None
+        # Compiling may not take all the time: eager steps, which need little, are timed at last.
+        deadline = table.until
+        if i < len(executions) - 1 and not math.isinf(deadline):
+            deadline -= EAGER_SHARE * max(0.0, table.until - time.monotonic())
         for kernel in kernels:
             name = f"--kernels={kernel}, {execution}"
             try:
                 if ranks.is_late(table.until):
                     raise UserError(LATE)
-                ready[name] = start_step(exact, kernel, config, folder, device, dtype, execution)
+                with limited(deadline):
+                    ready[name] = start_step(
+                        exact, kernel, config, folder, device, dtype, execution
+                    )
             except Exception as e:  # no compiler, memory or Triton; the line shows which
                 text = describe(e)
                 broken = kernel != "torch" and text != LATE
                 table.fail(where, name, text, broken or text.startswith("WRONG"))
+            except TimeUp:
+                table.fail(where, name, LATE)
             except KeyboardInterrupt as e:  # cut off while it compiles: time those that are ready
                 stopped = e
                 break
@@ -697,14 +893,16 @@ def race_steps(
         # At least 0.1 s at once: training does not wait for the GPU after each step either.
         raced = race(calls, device, 0.2 if stopped else options.seconds, shortest=0.1)
         base = base or raced.get(f"--kernels=torch, {execution}", [None])[0]
+        rows = []
         for name, (t, spread) in raced.items():
             run, _, peak_mb = ready[name]
             speed = config.batch_size * config.block_size / t
             mfu = peak and speed * devices.flops_per_token(run.model) / peak
             row = dict(contestant=name, ms=t * 1e3, spread=spread * 1e3)
             row |= dict(rate=f"{speed:,.0f} tokens/s", share=mfu, peak_mb=peak_mb)
-            row |= dict(speed_up=base and base / t, tokens_per_second=speed)
-            table.add(where | row)
+            rows.append(where | row | dict(vs_compiled=base and base / t, tokens_per_second=speed))
+        if rows:
+            table.add(*rows)
         if stopped:
             raise stopped
 
@@ -731,7 +929,13 @@ def bench_training(options, device, table):
         torch._dynamo.reset()
         with tempfile.TemporaryDirectory() as folder:
             write_tokens(folder, config.vocab_size)
-            race_steps(config, folder, device, table, options)
+            is_slow = options.autotune and device.type == "cuda"
+            executions = EXECUTIONS + (AUTOTUNED_STEP,) * is_slow
+            race_steps(config, folder, device, table, options, executions)
+            if device.type == "cuda":  # half of the gain on PyTorch may be the convolution's
+                torch._dynamo.reset()
+                more = dict(executions=("compiled",), checks=False, what=f"{preset}, --conv=0")
+                race_steps(replace(config, conv=0), folder, device, table, options, **more)
 
 
 def bench_profile(options, device, table):

@@ -28,6 +28,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanomdlm import variants
+from nanomdlm.kernels.embedding import Embedding
 from nanomdlm.kernels.reference import rotary_tables  # kernels/reference.py
 from nanomdlm.support.cli import devices
 from nanomdlm.support.cli.devices import select_kernels, to_device
@@ -281,7 +282,7 @@ class Model(nn.Module):
         self.vocab_size = vocab_size
         self.mask_id = vocab_size
         self.ops = ops
-        self.embed = nn.Embedding(vocab_size + 1, C)
+        self.embed = Embedding(vocab_size + 1, C)
         # Which layers attend: every k-th, counted back from the last.
         attends = [i % config.attention_every == 0 for i in range(config.n_layer)][::-1]
         self.layers = nn.ModuleList(shard_fn(self.Layer(config, attend)) for attend in attends)

@@ -6,6 +6,7 @@ Elsewhere the kernels can be imported without Triton.
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -68,6 +69,21 @@ def register(name, schema, function, fake, backward=None, save=None):
     if backward is not None:
         torch.library.register_autograd(f"mdlm::{name}", backward, setup_context=save, lib=LIBRARY)
     return getattr(torch.ops.mdlm, name).default
+
+
+def triton_version():
+    """Return the version of Triton that is installed, such as "3.7.1"."""
+    return importlib.metadata.version("triton")
+
+
+def distrusts_attention(version, capability):
+    """Whether a Triton makes attention for a GPU that PTX does not allow (results/aot.md).
+
+    version: of Triton, such as "3.7.1"; capability: of the GPU, such as (9, 0)
+
+    Before 3.7 it leaves out a fence before the products of Hopper read shared memory.
+    """
+    return capability == (9, 0) and tuple(map(int, version.split(".")[:2])) < (3, 7)
 
 
 def runs_on(tensor):

@@ -7,7 +7,15 @@ import torch
 from .attention import HEAD_DIMS, MAX_OURS, attention
 from .convolution import norm_conv
 from .cross_entropy import linear_cross_entropy
-from .launch import ENABLED, INTERPRET, c_compilers, can_build, warn
+from .launch import (
+    ENABLED,
+    INTERPRET,
+    c_compilers,
+    can_build,
+    distrusts_attention,
+    triton_version,
+    warn,
+)
 from .masking import mask_tokens
 from .reference import (
     attention_ref,
@@ -39,8 +47,9 @@ def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False,
 def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False, T=0):
     """Choose the operations for --kernels on a device.
 
-    name      auto: Triton on CUDA, else PyTorch
-              triton: raise ValueError if Triton cannot run
+    name      auto: Triton on CUDA, else PyTorch; attention for which the installed Triton makes
+              code that PTX does not allow runs in PyTorch, too (launch.py, distrusts_attention)
+              triton: raise ValueError if Triton cannot run; attention runs with any Triton
               torch: PyTorch
     head_dim  n_embd / n_head. The attention kernels support 32 and 64. With any other, attention
               runs in PyTorch (SDPA; for 128 cuDNN is fast); of these, "triton" accepts only 128
@@ -63,7 +72,21 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
         warn(f"{missing}: using plain PyTorch")
     if name == "torch" or missing:
         return SimpleNamespace(**vars(REFERENCES))
-    return _triton(name, head_dim, dtype, causal, T)
+    ops = _triton(name, head_dim, dtype, causal, T)
+    if distrusts(device):
+        said = f"triton {triton_version()} leaves out a fence in attention for Hopper"
+        where = "runs, as --kernels=triton asks" if name == "triton" else "runs in PyTorch"
+        warn(f"{said}: it {where}; install triton 3.7 or newer (see results/aot.md)")
+        if name == "auto":
+            ops.attention = attention_ref
+    return ops
+
+
+def distrusts(device):
+    """Whether attention as the installed Triton makes it for a device is not to be trusted."""
+    if torch.device(device).type != "cuda":
+        return False
+    return distrusts_attention(triton_version(), torch.cuda.get_device_capability(device))
 
 
 def _triton(name, head_dim, dtype, causal, T):

@@ -8,7 +8,7 @@
 `make` calls each operation on the CPU, and compiles what it would launch. `run` calls them on the
 GPU, and launches that code by the driver's own functions in place of Triton's. Results and
 gradients are compared with float64 as in studies/smoke.py, and each launch is repeated, with equal
-bits or not: tests/ptx finds that 3.7.1 reads registers of wgmma without a fence (results/aot.md).
+bits or not: 3.7.1 is the Triton of torch 2.13, and no GPU has run it (results/aot.md).
 """
 
 import argparse

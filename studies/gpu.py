@@ -13,7 +13,6 @@ repeat: are 300 steps the same to the bit when they are repeated?
 """
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -98,8 +97,7 @@ def gpt2(study):
 
 def baselines(study):
     compiled = dict(executions=("compiled",), checks=False)
-    study.table.note("--conv=0: no convolution over neighbors")
-    study.race_steps(study.config("gpu", conv=0), **compiled)
+    study.race_steps(study.config("gpu", conv=0), **compiled, what="gpu, --conv=0")
     for T in (16,) if study.tiny else (256, 1024):
         B, H = (2, 2) if study.tiny else (32768 // T, 12)
         case = bench.attention(study.device, torch.bfloat16, B, T, H, 64, prepares=True)
@@ -108,10 +106,8 @@ def baselines(study):
             case.graph = False
             case.inputs = lambda seed, make=case.inputs: [x.detach() for x in make(seed)]
         bench.measure(case, study.table, study.device, study.seconds, (1, 1))
-    mode = "max-autotune-no-cudagraphs"
-    study.table.note(f"PyTorch compiled in the mode {mode}; steps are CUDA graphs as before")
-    with torch._inductor.config.patch(torch._inductor.list_mode_options(mode)):
-        study.race_steps(study.config("gpu"), kernels=["torch"], **compiled)
+    autotuned = dict(executions=(bench.AUTOTUNED_STEP,), checks=False, kernels=["torch"])
+    study.race_steps(study.config("gpu"), **autotuned)
 
 
 # ---- start: whole runs, with a clock at their phases
@@ -267,18 +263,6 @@ def train_network(study, name):
 
 
 # ---- repeat: the same steps twice
-class OneHot(torch.nn.Module):
-    """An embedding whose gradient is a product, where PyTorch's compiled one adds atomically."""
-
-    def __init__(self, embedding):
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, ids):
-        with torch.autocast(ids.device.type, enabled=False):
-            return F.one_hot(ids, len(self.weight)).to(self.weight.dtype) @ self.weight
-
-
 def tensors_of(run):
     """All that a step changes."""
     tensors = [*run.model.state_dict().values(), *run.averaged.state_dict().values()]
@@ -288,20 +272,14 @@ def tensors_of(run):
 
 def repeat(study):
     n = 4 if study.tiny else 300
-    executions = {
-        "compiled": ("compiled", False),
-        "compiled, embedding's gradient by a one-hot product": ("compiled", True),
-        bench.EAGER_GRAPHS: (bench.EAGER_GRAPHS, False),
-    }
-    for name, (execution, one_hot) in executions.items():
+    for execution in ("compiled", bench.EAGER_GRAPHS):
         torch._dynamo.reset()
         with tempfile.TemporaryDirectory() as folder:
             config = study.config("gpu")
             bench.write_tokens(folder, config.vocab_size)
-            with replaced_embedding(one_hot):
-                compiled = execution == "compiled"
-                args = (config, folder, study.device, study.dtype, "auto", compiled)
-                run = bench.start_run(*args)
+            compiled = execution == "compiled"
+            args = (config, folder, study.device, study.dtype, "auto", compiled)
+            run = bench.start_run(*args)
         if not study.tiny:
             bench.set_execution(run, execution)
         first = graphs.WARM_UP + 2
@@ -325,25 +303,8 @@ def repeat(study):
         if different or weights:
             said += f"; first at step {different[:1]}, losses by {(a - b).abs().max():.1e} at most"
             said += f", {weights} of {len(xs)} tensors"
-        study.table.note(f"{n} steps twice, {name}: {said}")
+        study.table.note(f"{n} steps twice, {execution}: {said}")
         study.table.measured += 1
-
-
-@contextlib.contextmanager
-def replaced_embedding(one_hot):
-    """While this holds, models are made with OneHot embeddings, if one_hot."""
-    make = mdlm.Model.__init__
-
-    def changed(self, *args, **more):
-        make(self, *args, **more)
-        self.embed = OneHot(self.embed)
-
-    if one_hot:
-        mdlm.Model.__init__ = changed
-    try:
-        yield
-    finally:
-        mdlm.Model.__init__ = make
 
 
 PARTS = dict(

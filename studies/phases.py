@@ -36,7 +36,7 @@ from nanomdlm.support.run.optimizers import average_to_compile, update
 PHASES = dict(find=session, open_data=session.Session, make_run=mdlm, prepare_engine=compiling)
 PHASES |= dict(evaluate=mdlm, show_samples=mdlm, save=session.Session)
 MODES = {
-    "none": "without torch.compile, steps as CUDA graphs",
+    "none": "without torch.compile, as --compile=off does",
     "whole": "torch.compile of the network, as mdlm.py does",
     "layers": "torch.compile of half layers, as on a CPU",
 }

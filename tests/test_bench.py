@@ -5,8 +5,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ import bench
 import mdlm
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.cli import entry
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import word_statistics
 
 CPU = torch.device("cpu")
@@ -74,6 +77,77 @@ def test_contestants_take_turns(monkeypatch):
     assert times["b"] == (5.0, 0.0)
 
 
+def rows_of(**ms):
+    """Rows of the head and of a step: contestant -> milliseconds."""
+    where = dict(operation="head", shape="M=1", what="forward")
+    both = where | dict(what="forward + backward")
+    other = both | dict(shape="M=2")
+    rows = [where | dict(contestant=name, ms=9.0) for name in ms]
+    rows += [both | dict(contestant=name, ms=t, spread=0.0) for name, t in ms.items()]
+    rows += [other | dict(contestant=name, ms=9.0) for name in ms]
+    step = dict(operation="training step", shape="V=65", what="gpu")
+    contestants = {"--kernels=auto, compiled": 2.0, "--kernels=torch, compiled": 3.0}
+    return rows + [step | dict(contestant=name, ms=t) for name, t in contestants.items()]
+
+
+def test_the_last_line_sums_up_in_words():
+    """The first shape of an operation, with the backward pass; eager, if that was timed."""
+    ms = {"PyTorch eager": 5.0, "PyTorch compiled": 2.7, "mdlm": 2.5, "a peer": 1.0}
+    said = bench.speed_ups(rows_of(**ms))
+    assert said.endswith("head 1.08x (2.00x), step of gpu 1.50x"), said
+    assert bench.speed_ups(rows_of(**{"PyTorch eager": 5.0})).endswith("step of gpu 1.50x")
+    assert bench.speed_ups([dict(sampler="default", calls=4)]) == ""
+
+
+def test_against_an_older_file(tmp_path, capsys):
+    """Rows of the same place are compared; those that became slower are named."""
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(dict(rows=rows_of(mdlm=2.0, peer=2.0), hardware="an abacus")))
+    table = bench.ResultsTable("kernels", bench.Options(against=str(old)), CPU)
+    both = [row for row in rows_of(mdlm=2.5, peer=1.0) if "spread" in row]
+    table.add(*both)
+    assert [row["vs_old"] for row in table.content["rows"]] == [0.8, 2.0]
+    assert table.close() == 0
+    said = capsys.readouterr().out
+    assert "slower by more than 5%: head, M=1, forward + backward, mdlm 0.80x\n" in said
+    assert "other hardware, an abacus" in said
+    old.write_text("[1]")
+    with pytest.raises(UserError, match=r"--against=.*old\.json"):
+        bench.read_times(str(old))
+
+
+def test_lines_of_a_table_are_aligned(capsys):
+    table = bench.ResultsTable("kernels", bench.Options(), CPU)
+    where = dict(operation="head", shape="M=1", what="forward")
+    table.fail(where, "a peer", "missing")
+    contestants = ("mdlm", "one of a rather long name: 33 char")
+    table.add(*(where | dict(contestant=name, ms=1e-3 * len(name)) for name in contestants))
+    heading, *rest = capsys.readouterr().out.strip().splitlines()[-7:]
+    assert heading == "head, M=1, forward" and rest[0] == "- a peer: missing"
+    lines = [line for line in rest if line.startswith("|")]
+    assert len(lines) == 4
+    assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in lines}) == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no such signal")
+def test_the_time_limit_cuts_off_what_compiles(small_preset, monkeypatch, tmp_path):
+    """What comes after it is still timed."""
+
+    def compile_forever(model, options):
+        time.sleep(600)
+
+    monkeypatch.setattr(torch, "compile", compile_forever)
+    monkeypatch.setattr(bench, "EAGER_SHARE", 0.999)  # so it is cut off at once
+    path = tmp_path / "train.json"
+    flags = ["train", "--device=cpu", "--seconds=0", "--time_limit=300", f"--json={path}"]
+    began = time.monotonic()
+    assert entry.run(bench.main, flags) == 0
+    assert time.monotonic() - began < 300
+    compiled, eager = json.loads(path.read_text())["rows"]
+    assert compiled["trouble"] == bench.LATE and compiled["contestant"].endswith("compiled")
+    assert eager["ms"] > 0 and eager["contestant"].endswith("eager")
+
+
 def test_json_has_no_infinity(tmp_path):
     path = str(tmp_path / "file")
     table = bench.ResultsTable("sample", bench.Options(json=path), CPU)
@@ -115,7 +189,9 @@ def measure_kernels(argv):
 def tiny(monkeypatch, tmp_path):
     """Run bench.py kernels on tiny cases: (exit code, the JSON)."""
     monkeypatch.setattr(bench, "kernel_cases", tiny_cases)
-    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(
+        bench, "compile_fixed", lambda f, mode="": f
+    )  # compiling would take its time
     monkeypatch.setattr(bench, "head_peers", lambda: [])
     monkeypatch.setattr(bench, "race", few_turns)
     path = tmp_path / "bench.json"
@@ -153,8 +229,9 @@ def test_every_contestant_is_timed(tiny):
     assert results["hardware"]
     assert len(results["rows"]) == 3 + 3 + 2 * 4  # masking has no backward, the head both
     for row in results["rows"]:
-        assert row["ms"] > 0 and row["spread"] >= 0 and row["speed_up"] > 0
-        assert row["error"] == 0 if row["operation"] == "masking" else 0 <= row["error"] < 2e-2
+        assert row["ms"] > 0 and row["spread"] >= 0
+        assert row["vs_eager"] > 0 and row["vs_compiled"] > 0
+        assert row["error"] == 0 if row["operation"] == "masking" else 0 <= row["error"] < 8e-3
         assert row["share"] > 0 and row["host_us"] > 0
 
 
@@ -223,7 +300,9 @@ def test_wrong_yardstick_fails_not_a_peer(tiny, with_peer, capsys, name, code):
 @pytest.mark.parametrize("backward", [False, True])
 def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
     """As far as a CPU has them; those that it lacks are named."""
-    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(
+        bench, "compile_fixed", lambda f, mode="": f
+    )  # compiling would take its time
     checked = set()
     for case in (
         bench.masking(CPU, 4, 16),
@@ -238,6 +317,8 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
         if case.name == "masking" and backward:
             continue
         for name in names:
+            if case.contestants[name] is None:  # a package that is not installed
+                continue
             with torch.set_grad_enabled(backward):
                 bench.check(case, name, backward, exact)  # raises if it is wrong
             checked.add((case.name, name))
@@ -248,12 +329,14 @@ def test_contestants_of_a_gpu_are_right(monkeypatch, backward):
 
 @pytest.mark.parametrize("settings", [dict(S=4), dict(prepares=True)])
 def test_flex_attention_sees_the_same(monkeypatch, settings):
-    monkeypatch.setattr(bench, "compile_fixed", lambda f: f)  # compiling would take its time
+    monkeypatch.setattr(
+        bench, "compile_fixed", lambda f, mode="": f
+    )  # compiling would take its time
     case = bench.attention(CPU, torch.float32, 2, 16, 2, 32, **settings)
     exact = case.exact(*case.inputs(0))
     inputs = [x.detach() for x in case.inputs(0)]  # no backward on a CPU
     for name in ("FlexAttention", "FlexAttention, v copied"):
-        bench.check_close(case.contestants[name](False, *inputs), exact[:1], torch.float32)
+        bench.check_close(case.contestants[name](False, *inputs), exact[:1], 1e-4)
 
 
 # ---- Training
@@ -321,7 +404,7 @@ def test_compiled_gradients_are_within_tolerance(small_preset, ids):
     exact = bench.gradients(config, ids, CPU, torch.float32, "torch", False)
     for dtype in (torch.float32, torch.bfloat16):
         found = bench.gradients(config, ids, CPU, dtype, "torch", dtype == torch.float32)
-        bench.check_close(found, exact, dtype)
+        bench.check_close(found, exact, bench.STEP_TOLERANCE[dtype])
 
 
 class Scaled(torch.autograd.Function):

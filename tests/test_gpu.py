@@ -82,8 +82,6 @@ def test_steps_as_cuda_graphs_compute_the_same(tmp_path, compiled):
         compiling.compile_network(run, compiled)
         if not recorded:
             run.engine.call = support_run.run_eagerly
-        elif not compiled:
-            bench.set_execution(run, bench.EAGER_GRAPHS)
         for step in range(20):
             mdlm.train_step(run, step, progress=step / 20)
             if step == 10:

@@ -5,8 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import corpus_of
 
-from nanomdlm.support.run import graphs, optimizers
+import bench
+import mdlm
+from nanomdlm.kernels import operations as kernels
+from nanomdlm.support.run import compiling, graphs, optimizers
+from nanomdlm.support.run.run import run_eagerly
 
 
 class Graph:
@@ -125,3 +130,78 @@ def test_the_average_that_is_compiled_is_the_same():
         optimizers.average(results[0], weights, torch.tensor(share))
         optimizers.average_to_compile(results[1], weights, torch.tensor(share))
         torch.testing.assert_close(*results)
+
+
+@pytest.fixture
+def without_values(monkeypatch, tmp_path):
+    """A run on PyTorch's meta device, whose tensors have shapes alone, in place of a GPU.
+
+    There, reading a value raises, and so does a shape that depends on values: what would make
+    Python wait for a GPU, and what a CUDA graph cannot record.
+    """
+
+    def start(**settings):
+        small = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, vocab_size=20)
+        config = mdlm.Config(**small | dict(dropout=0.1, ema=0.9) | settings)
+        bench.write_tokens(tmp_path, 20)
+        device = torch.device("meta")
+        machine = mdlm.devices.Machine(device, torch.float32, kernels.select("torch"))
+        run = mdlm.make_run(config, corpus_of(tmp_path, config, device), machine)
+        drawn = mdlm.draw_batch(run, 0, 0.0, torch.arange(4))
+        nothing = contextlib.nullcontext()  # autocast has no such device
+        monkeypatch.setattr(type(run), "autocast", lambda run: nothing)
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+        monkeypatch.setattr(optimizers, "is_async", lambda device: True)
+        return run, drawn
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, dict(optimizer="adamw", tie=True, attention_every=2), dict(conv=0, block_length=4)],
+    ids=str,
+)
+def test_a_step_reads_no_value(without_values, settings):
+    """So it can be recorded, also without torch.compile."""
+    run, drawn = without_values(**settings)
+    loss = mdlm.backward(run, *drawn)
+    norm = mdlm.clip(run)
+    mdlm.update(run)
+    assert loss.is_meta and norm.is_meta and loss.shape == norm.shape == ()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [torch.Tensor.item, torch.Tensor.nonzero, bool, lambda x: x[x > 0], torch.Tensor.tolist],
+    ids=["item", "nonzero", "bool", "index by a mask", "tolist"],
+)
+def test_a_step_that_waits_for_the_gpu_is_found(without_values, monkeypatch, wait):
+    run, drawn = without_values()
+    loss = type(run.objective).loss
+
+    def waits(self, *args):
+        wait(loss(self, *args))
+
+    monkeypatch.setattr(type(run.objective), "loss", waits)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
+        mdlm.backward(run, *drawn)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "is_recorded"),
+    [({}, True), (dict(gradient_accumulation_steps=2), False), (dict(network="x"), False)],
+    ids=str,
+)
+def test_steps_on_a_gpu_are_recorded(recording, monkeypatch, compiled, settings, is_recorded):
+    """Whether they are compiled or not."""
+    monkeypatch.setattr(compiling, "compile_parts", lambda run, in_background: False)
+    engine = SimpleNamespace(world=1, dtype=torch.float32, call=run_eagerly, average=None)
+    config = mdlm.Config(**settings)
+    objective = SimpleNamespace(steps_are_alike=True)
+    device = torch.device("cuda")
+    run = SimpleNamespace(engine=engine, config=config, device=device, objective=objective)
+    compiling.compile_network(run, compiled)
+    assert (engine.call is not run_eagerly) == is_recorded
+    assert (engine.average is not None) == (is_recorded and not compiled)

@@ -171,6 +171,40 @@ def test_a_gpu_that_the_kernels_do_not_fit_uses_pytorch(
         kernels.select("triton", "cuda", 64)
 
 
+@pytest.mark.parametrize("name", ["auto", "triton"])
+@pytest.mark.parametrize(
+    ("version", "capability", "distrusted"),
+    [
+        ("3.6.0", (9, 0), True),
+        ("3.7.1", (9, 0), False),
+        ("3.10.0", (9, 0), False),
+        ("3.6.0", (8, 0), False),
+        ("3.6.0", (12, 0), False),
+    ],
+)
+def test_attention_of_a_triton_that_is_not_trusted_runs_in_pytorch(
+    as_if, monkeypatch, capsys, version, capability, distrusted, name
+):
+    """It says why; --kernels=triton runs it all the same, and says so."""
+    as_if(interpreter=False)
+    monkeypatch.setattr(kernels, "can_build", lambda *compilers: True)
+    monkeypatch.setattr(kernels, "triton_version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for T in (256, 4096):
+        ops = kernels.select(name, "cuda", 64, torch.bfloat16, T=T)
+        if distrusted and name == "auto":
+            assert ops.attention is kernels.attention_ref
+        elif name == "auto" and T > kernels.MAX_OURS:
+            assert ops.attention is kernels.attention_of_documents
+        else:
+            assert ops.attention is kernels.attention
+    said = capsys.readouterr().err
+    assert said.count("\n") == distrusted
+    if distrusted:
+        assert version in said and "aot.md" in said
+        assert ("--kernels=triton" in said) == (name == "triton")
+
+
 def test_other_ranks_do_not_warn(as_if, capsys, monkeypatch):
     as_if(interpreter=True)
     monkeypatch.setenv("RANK", "1")

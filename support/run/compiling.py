@@ -80,7 +80,9 @@ def compile_network(run, compiled, in_background=False):
     begins = compiled and compile_parts(run, in_background)
     if engine.world > 1:
         connect_ranks(engine, config)
-    if run.device.type == "cuda" and graphs.can_record(run, compiled):
+    if graphs.can_record(run):
+        if not compiled:
+            engine.average = average_to_compile  # a few launches; lerp takes one per parameter
         engine.call = graphs.Recorder(last=update).call
     return begins
 

@@ -16,15 +16,16 @@ from nanomdlm.support.cli.terminal import warn
 WARM_UP = 3  # steps before the recording: they compile, and allocate the optimizers' state
 
 
-def can_record(run, compiled):
-    """Whether the steps of a run can be recorded: compiled, on one GPU, without accumulation.
+def can_record(run):
+    """Whether the steps of a run can be recorded: on one GPU, without accumulation.
 
-    Nor are steps recorded that differ in more than numbers (objective.steps_are_alike).
+    They need not be compiled. Steps are not recorded that differ in more than numbers
+    (objective.steps_are_alike), nor those of pretrained networks.
     """
     config = run.config
     alone = run.engine.world == 1 and not config.shard and config.gradient_accumulation_steps == 1
-    is_whole = compiled and not config.network  # of pretrained networks, only the layers
-    return is_whole and alone and run.device.type == "cuda" and run.objective.steps_are_alike
+    is_ours = not config.network and run.objective.steps_are_alike
+    return is_ours and alone and run.device.type == "cuda"
 
 
 class Recorder:

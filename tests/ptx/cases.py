@@ -477,6 +477,7 @@ def run(case):
 
     violation: what the emulator found, or the exception with which the call ended, or None
     crashed: whether it was such an exception; it does not end the other cases
+    ended, broken: the kernels that ran to their end, and the one in which the call ended, or None
     """
     torch.set_num_threads(1)
     from ptx import driver, memory
@@ -487,6 +488,8 @@ def run(case):
     LAUNCHES.clear()
     device.instructions.clear()
     device.executed.clear()
+    device.ended.clear()
+    device.running = None
     began = time.monotonic()
     g = torch.Generator().manual_seed(zlib.crc32(case.title.encode()))
     errors = {}
@@ -511,6 +514,8 @@ def run(case):
         crashed=crashed,
         kernels=sorted(LAUNCHES),
         executed=sorted(device.executed),
+        ended=sorted(device.ended),
+        broken=device.running,
         instructions=sum(device.instructions.values()),
         seconds=time.monotonic() - began,
     )

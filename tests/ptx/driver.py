@@ -85,6 +85,8 @@ class Driver:
         self.record = False
         self.instructions = {}  # kernel -> number of instructions that its programs executed
         self.executed = set()  # what `describe` says of each kernel that was launched
+        self.running = None  # the kernel that was launched last, if it has not ended
+        self.ended = set()  # the kernels that ran to their end; ", spans" if they were given some
         self.utils = self
         self.ptx = None  # of the kernel that is being loaded
 
@@ -125,7 +127,10 @@ class Driver:
             if self.record:
                 self.launches.append(job.copy())
             self.executed.add(described)
+            self.running = name + ", spans" * ("spans" in job.names)
             self.instructions[name] = self.instructions.get(name, 0) + job.run()
+            self.ended.add(self.running)
+            self.running = None
 
         return launch
 

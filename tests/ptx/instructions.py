@@ -31,6 +31,7 @@ EXIT = "exit"
 INTEGERS = {f"{kind}{bits}" for kind in "us" for bits in (16, 32, 64)}
 FLOATS = {"f32", "f64"}
 BITS = {"b16", "b32", "b64"}
+HALVES = {"f16", "bf16"}
 
 
 def need_all(instruction, on):
@@ -182,9 +183,31 @@ def packed(op):
     return assign(op, compute)
 
 
-def with_packed(decoder):
-    """The decoder, or that of pairs of float32 if the type is f32x2."""
-    return lambda op: packed(op) if op.type == "f32x2" else decoder(op)
+def mixed(op):
+    """add, sub, fma in float32; the first operand, of fma also the second, has 16 bits (sm_100)."""
+    count = 3 if op.name == "fma" else 2
+    rounding = op.modifiers[:-2]
+    is_known = rounding == ("rn",) or (rounding == () and op.name != "fma")
+    if not is_known or op.name == "mul" or len(op.operands) != 1 + count:
+        raise op.unknown()
+    *narrow, last = (op.read(i + 1, op.type if i < count - 1 else "f32") for i in range(count))
+    function = fused if op.name == "fma" else FLOAT[op.name]
+
+    def compute(machine):
+        return function(*(x(machine).astype(np.float32) for x in narrow), last(machine))
+
+    return assign(op, compute)
+
+
+def of_float32(decoder):
+    """The decoder, or that of pairs of float32 (f32x2) or of mixed types (f32.bf16)."""
+
+    def decode(op):
+        if op.type == "f32x2":
+            return packed(op)
+        return mixed(op) if op.modifiers[-2:-1] == ("f32",) and op.type in HALVES else decoder(op)
+
+    return decode
 
 
 def logical(op):
@@ -670,8 +693,8 @@ def leave(op):
     return step
 
 
-DECODERS = dict.fromkeys(("add", "sub"), with_packed(binary))
-DECODERS |= dict(mul=with_packed(multiply), fma=with_packed(multiply_add), mad=multiply_add)
+DECODERS = dict.fromkeys(("add", "sub"), of_float32(binary))
+DECODERS |= dict(mul=of_float32(multiply), fma=of_float32(multiply_add), mad=multiply_add)
 DECODERS |= dict.fromkeys(("div", "rem", "min", "max"), binary)
 DECODERS |= dict.fromkeys(LOGICAL, logical) | dict.fromkeys(("shl", "shr"), shift)
 DECODERS |= dict.fromkeys(UNARY, unary)

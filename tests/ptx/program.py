@@ -14,6 +14,7 @@ import numpy as np
 
 from . import instructions, matrices
 from .machine import Machine, UnknownInstruction, reader
+from .memory import Violation
 
 DECODERS = instructions.DECODERS | matrices.DECODERS
 GUARDED = r"(?:@(!?)(%\w+)\s+)?"
@@ -63,11 +64,22 @@ def split_operands(text):
     return [part.strip() for part in parts if part.strip()]
 
 
+def place_of(comment):
+    """Name a line and its callers: "// a.py:7:3 @[ b.py:9:1 ]" -> "a.py:7, called at b.py:9"."""
+    return ", called at ".join(re.findall(r"([^\s:]+:\d+):\d+", comment))
+
+
+def located(error, place):
+    """The same error, with the line of the kernel's source in front."""
+    return type(error)(f"{place}: {error}") if place else error
+
+
 class Program:
     """A kernel, decoded.
 
     entry: its name; parameters: names of its arguments, in order; threads: of a program
     target: "sm_90a"; code: a function of each instruction; opcodes: those of the code, as written
+    places: of each instruction, its line in the source of the kernel, "attention.py:79"
     """
 
     def __init__(self, text):
@@ -82,25 +94,41 @@ class Program:
         self.symbols = dict.fromkeys(shared, 0)
         self.code = []
         self.opcodes = []
+        self.places = []
         self.labels = {}
         self._parse(body.partition("{")[2])
 
     def _parse(self, body):
+        lines = []
+
+        def mark(match):
+            """Put a statement in place of a .loc, whose comment names the line and its callers."""
+            lines.append(place_of(match[1]))
+            return f"; loc {len(lines) - 1};"
+
+        body = re.sub(r"^\s*\.loc\b[^\n]*?(//[^\n]*|)$", mark, body, flags=re.MULTILINE)
         body = re.sub(r"//[^\n]*", "", body)
         body = re.split(r"^\s*\.(?:file|section)\b", body, flags=re.MULTILINE)[0]
-        body = re.sub(r"^\s*\.loc\b[^\n]*", "", body, flags=re.MULTILINE)
         widths = {}
         for kind, prefix in re.findall(r"\.reg\s+\.(\w+)\s+(%[a-z]+)<\d+>;", body):
             widths[prefix] = 1 if kind == "pred" else int(kind[1:])
-        body = re.sub(r"\.(?:reg|pragma)\s[^;]*;", "", body)
+        # Of memory of a thread (.local), Triton 3.8 declares some that it does not use.
+        body = re.sub(r"\.(?:reg|pragma|local)\s[^;]*;", "", body)
+        place = ""
         for statement in re.split(r";", body):
             statement = " ".join(statement.split())
             while found := re.match(r"(?:(\$\w+):|[{}](?!%))\s*", statement):
                 if found[1]:
                     self.labels[found[1]] = len(self.code)
                 statement = statement[found.end() :]
-            if statement:
-                self._decode(statement, widths)
+            if marked := re.fullmatch(r"loc (\d+)", statement):
+                place = lines[int(marked[1])]
+            elif statement:
+                try:
+                    self._decode(statement, widths)
+                except UnknownInstruction as error:
+                    raise located(error, place) from error
+                self.places.append(place)
 
     def _decode(self, statement, widths):
         found = re.fullmatch(GUARDED + r"([a-z]\w*)((?:\.[\w:]+)*)(?:\s+(.*))?", statement)
@@ -120,20 +148,24 @@ class Program:
 
     def run(self, machine):
         """Run one program to its end."""
-        at = 0
-        while at < len(self.code):
-            guard, step = self.code[at]
-            at += 1
-            machine.steps += 1
-            on = None
-            if guard:
-                on = ~machine.get(guard[1:]) if guard[0] == "!" else machine.get(guard)
-                on = None if on.all() else on
-            target = step(machine, on)
-            if target == instructions.EXIT:
-                break
-            if target:
-                at = self.labels[target]
+        at = now = 0
+        try:
+            while at < len(self.code):
+                now = at
+                guard, step = self.code[at]
+                at += 1
+                machine.steps += 1
+                on = None
+                if guard:
+                    on = ~machine.get(guard[1:]) if guard[0] == "!" else machine.get(guard)
+                    on = None if on.all() else on
+                target = step(machine, on)
+                if target == instructions.EXIT:
+                    break
+                if target:
+                    at = self.labels[target]
+        except (Violation, UnknownInstruction) as error:
+            raise located(error, self.places[now]) from error
         machine.finish()
 
 

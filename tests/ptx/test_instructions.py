@@ -1,6 +1,7 @@
 """Each instruction of the emulator does what the PTX ISA says, on random operands."""
 
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from .machine import Machine, UnknownInstruction
-from .memory import GlobalMemory
+from .memory import GlobalMemory, Violation
 from .program import Program
 
 KERNEL = """
@@ -238,6 +239,45 @@ def test_pairs_of_floating_point_numbers(name):
     for part in (0, 1):
         expected = apply(single, "f32", *(("f32", x[part::2].copy()) for x in pairs))
         assert np.array_equal(got[part::2], expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("narrow", ["bf16", "f16"])
+@pytest.mark.parametrize("name", ["add", "sub", "fma"])
+def test_mixed_types(name, narrow):
+    """Triton 3.7 and 3.8 emit them for sm_120: 16-bit operands, but the last has 32 bits."""
+    count = 2 if name == "fma" else 1
+    dtype = dict(bf16=torch.bfloat16, f16=torch.float16)[narrow]
+    halves = [torch.from_numpy(draw("f32", seed).copy()).to(dtype) for seed in (1, 2)[:count]]
+    last = ("f32", draw("f32", 3))
+    short = [("b16", x.view(torch.int16).numpy().view(np.uint16)) for x in halves]
+    wide = [("f32", x.float().numpy()) for x in halves]
+    got = apply(f"{name}.rn.f32.{narrow}", "f32", *short, last)
+    expected = apply(f"{name}.rn.f32", "f32", *wide, last)
+    assert np.array_equal(got, expected, equal_nan=True)
+    with pytest.raises(UnknownInstruction, match=rf"{name}\.rz\.f32"):
+        apply(f"{name}.rz.f32.{narrow}", "f32", *short, last)
+
+
+def test_memory_of_a_thread_may_be_declared_but_not_used():
+    declared = ".local .align 1 .b8 __local_depot0[1];"
+    assert execute(f"{declared} mov.u32 %r1, 7;").registers["%r1"][0] == 7
+    with pytest.raises(UnknownInstruction, match=r"ld\.local"):
+        execute(f"{declared} ld.local.b32 %r1, [%rd1];")
+
+
+@pytest.mark.parametrize("body", ["mov.u32 %r2, %r3;", "add.rn.f32.f32x9 %r2, %r2, %r2;"])
+def test_an_error_names_the_line_of_the_source(body):
+    """While it is decoded and while it runs; of an inlined function, its callers too."""
+    text = f"""mov.u32 %r1, 1;
+    .loc 1 7 3 // first.py:7:3
+    mov.u32 %r2, %r1;
+    $L__BB0_1:
+    .loc 2 43 17 // lib.py:43:17 @[ first.py:78:25 @[ first.py:136:30 ] ]
+    {body}
+    .loc 1 9 3 // first.py:9:3"""
+    where = "lib.py:43, called at first.py:78, called at first.py:136: "
+    with pytest.raises((Violation, UnknownInstruction), match=f"^{re.escape(where)}"):
+        execute(text)
 
 
 @pytest.mark.parametrize(("name", "choose"), [("min", min), ("max", max)])

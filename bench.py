@@ -761,7 +761,7 @@ def start_run(config, folder, device, dtype, kernel, compiled):
     corpus = mdlm.variants.open_corpus(
         mdlm.Corpus, sources.of_config(folder, config), config, device
     )
-    ops = mdlm.select_kernels(kernel, device, config, dtype)
+    ops = mdlm.devices.select_kernels(kernel, device, config, dtype)
     if device.type == "cuda" and kernel == "auto" and ops.name != "triton":
         raise RuntimeError("Triton cannot run here: --kernels=auto would be PyTorch")
     run = mdlm.make_run(config, corpus, devices.Machine(device, dtype, ops))

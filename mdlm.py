@@ -31,7 +31,6 @@ from nanomdlm import variants
 from nanomdlm.kernels.embedding import Embedding
 from nanomdlm.kernels.reference import rotary_tables  # kernels/reference.py
 from nanomdlm.support.cli import devices
-from nanomdlm.support.cli.devices import select_kernels, to_device
 from nanomdlm.support.cli.networks import NetworkSettings, open_network
 from nanomdlm.support.cli.python_arguments import check_evaluation, check_reversing, to_view
 from nanomdlm.support.cli.settings import (
@@ -189,9 +188,9 @@ class Corpus:
         """Numbers (B,) of windows of "train" or "val" -> their tokens (B, T) int64 on the device,
         and how many of each are to be predicted (B,)."""
         ids = self.ids[part]
-        starts = to_device(windows * self.T + offset, ids.device)[:, None]  # (B, 1)
+        starts = devices.to_device(windows * self.T + offset, ids.device)[:, None]  # (B, 1)
         x = ids[starts + torch.arange(self.T, device=ids.device)].long()
-        return to_device(x, self.device), torch.full((len(x),), self.T)
+        return devices.to_device(x, self.device), torch.full((len(x),), self.T)
 
     def batch(self, sequences):
         """`take` for sequences (B,), numbered from the start of the run: an epoch has W of them."""
@@ -452,7 +451,7 @@ def draw_batch(run, step, margin_scale, samples):
     x0, lengths = run.corpus.batch(run.sequences_before(step) + samples)
     x0 = run.objective.texts(x0, step, samples)
     counts = run.objective.mask_counts(step, margin_scale, samples, lengths)
-    return x0, *(to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
+    return x0, *(devices.to_device(x, x0.device) for x in (counts, torch.tensor(step), samples))
 
 
 def backward(run, x0, counts, step, samples):
@@ -635,7 +634,7 @@ def new(text: str, tokenizer: str = "char", **settings) -> tuple[Model, Tokenize
     size = config.vocab_size or 16384
     pieces = [(text, False)]  # the text, and whether a document ends there
     made = build_tokenizer(config.tokenizer, size, False, lambda: pieces, len(text))
-    ops = select_kernels(config.kernels, devices.pick_device(config.device), config)
+    ops = devices.select_kernels(config.kernels, devices.pick_device(config.device), config)
     torch.manual_seed(config.seed)
     return ready(make_model(config, made.vocab_size, ops), config.device), made, config
 
@@ -666,7 +665,7 @@ def load(
         tokenizer = tokenizer_of(folder)
         network = open_network(config, folder)
         checkpoint.check_size(folder, config, tokenizer, network)  # before allocating memory
-        ops = select_kernels(kernel, device, config)
+        ops = devices.select_kernels(kernel, device, config)
         model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, pretrained=network)
         model.load_state_dict(checkpoint.read_weights(folder, model))
         model.calibration = checkpoint.read_calibration(folder)

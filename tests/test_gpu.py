@@ -77,7 +77,7 @@ def test_steps_as_cuda_graphs_compute_the_same(tmp_path, compiled):
         bench.write_tokens(folder, 65)
         device = torch.device("cuda")
         corpus = corpus_of(folder, config, device)
-        ops = mdlm.select_kernels("auto", device, config, torch.bfloat16)
+        ops = mdlm.devices.select_kernels("auto", device, config, torch.bfloat16)
         run = mdlm.make_run(config, corpus, mdlm.devices.Machine(device, torch.bfloat16, ops))
         compiling.compile_network(run, compiled)
         if not recorded:

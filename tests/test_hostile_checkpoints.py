@@ -34,7 +34,7 @@ def resume(folder):
     tokenizer = tokenizer_from_json(folder / "tokenizer.json")
     if (config.n_embd, config.n_layer, tokenizer.vocab_size) > (64, 4, 200):
         return None  # training would take what the config asks for; load() must not
-    ops = mdlm.select_kernels("torch", CPU, config)
+    ops = mdlm.devices.select_kernels("torch", CPU, config)
     lengths = torch.zeros(config.block_size + 1)
     corpus = SimpleNamespace(tokenizer=tokenizer, length_counts=lengths, mean_length=1.0)
     run = mdlm.make_run(config, corpus, mdlm.devices.Machine(CPU, torch.float32, ops))

@@ -148,7 +148,7 @@ def test_auto_leaves_long_windows_to_pytorch(as_if, monkeypatch):
         ("triton", 2048, kernels.attention),
     ):
         config = mdlm.Config(n_head=1, n_embd=64, block_size=T)
-        ops = mdlm.select_kernels(name, torch.device("cpu"), config)
+        ops = mdlm.devices.select_kernels(name, torch.device("cpu"), config)
         assert ops.attention is wanted and ops.mask_tokens is kernels.mask_tokens
     for name in ("attention", "attention_ref"):
         monkeypatch.setattr(kernels, name, lambda qkv, *more, name=name: name)

@@ -158,7 +158,7 @@ def make_run(folder, **more):
     """A Run with fresh weights on the data of a run."""
     settings = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, batch_size=8, dropout=0.0)
     config = mdlm.Config(**settings | dict(warmup_steps=0) | more)
-    ops = mdlm.select_kernels("torch", CPU, config)
+    ops = mdlm.devices.select_kernels("torch", CPU, config)
     corpus = corpus_of(folder / "data", config, CPU)
     return mdlm.make_run(config, corpus, mdlm.devices.Machine(CPU, torch.float32, ops))
 
@@ -228,7 +228,7 @@ def does_not_vary(folder, monkeypatch):
     for module in ("documents", "rates"):
         masked_rows = functools.partial(view.masked_rows, waits=False)
         monkeypatch.setattr(f"nanomdlm.variants.{module}.masked_rows", masked_rows)
-    ops = mdlm.select_kernels("torch", CPU, config)
+    ops = mdlm.devices.select_kernels("torch", CPU, config)
     corpus = corpus_of(folder / "data", config, CPU)
     run = mdlm.make_run(config, corpus, mdlm.devices.Machine(CPU, torch.float32, ops))
     draw_batch = mdlm.draw_batch

@@ -168,6 +168,8 @@ class Pretrained(nn.Module):
         if bias is not None:  # a further column of W, which a feature of 1 selects
             W = torch.cat((W, bias[:, None].to(W.dtype)), 1)
             h = F.pad(h, (0, 1), value=1.0)
+            if W.is_cuda:  # rows of a multiple of 16 bytes: others make slow products
+                W, h = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (W, h))
         return self.ops.linear_cross_entropy(h, W, targets, weights)
 
     @torch.no_grad()

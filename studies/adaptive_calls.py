@@ -54,15 +54,15 @@ class Options:
 
 
 class Ngram:
-    """A model of characters by the 5 before them, interpolated as by Witten and Bell (1991)."""
+    """A model of characters, or of a tuple of words, by the 5 before them, interpolated as by
+    Witten and Bell (1991)."""
 
-    ORDER = 6
-
-    def __init__(self, text):
+    def __init__(self, text, order=6):
+        self.order = order
         self.seen = collections.Counter()  # of each string of up to 6 characters
         self.after = collections.Counter()  # of each context: characters, and different ones
         self.kinds = collections.Counter()
-        for n in range(1, self.ORDER + 1):
+        for n in range(1, order + 1):
             counts = collections.Counter(text[i : i + n] for i in range(len(text) - n + 1))
             self.seen.update(counts)
             for string, count in counts.items():
@@ -75,11 +75,11 @@ class Ngram:
         total = 0.0
         for i in range(len(text)):
             p = self.base
-            for n in range(min(i, self.ORDER - 1) + 1):
+            for n in range(min(i, self.order - 1) + 1):
                 context = text[i - n : i]
                 kinds = self.kinds[context]
                 if kinds:
-                    seen = self.seen[context + text[i]]
+                    seen = self.seen[text[i - n : i + 1]]
                     p = (seen + kinds * p) / (self.after[context] + kinds)
             total -= math.log(p)
         return total / len(text)

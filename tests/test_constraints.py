@@ -427,6 +427,15 @@ REFUSED = [
 ]
 
 
+def test_the_code_point_that_marks_an_end_is_refused():
+    """U+10FFFF: a fill of it would be lost without a word."""
+    tokenizer = Tokenizer("char", ["a", "b", "\U0010ffff"])
+    model = Double(lambda xt: torch.zeros(len(xt), L, 3), 3, L)
+    for gap in ("[___||\U0010ffff]", "[___:\U0010ffff?]"):
+        with pytest.raises(UserError, match="U\\+10FFFF"):
+            sample.write(model, tokenizer, f"a{gap}b")
+
+
 @pytest.mark.parametrize("gap, better", [(gap, better) for gap, *better in REFUSED])
 def test_a_refused_pattern_can_be_mended(gap, better):
     """One sentence before any call of the network, from which each way out works."""

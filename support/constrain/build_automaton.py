@@ -15,7 +15,7 @@ import sys
 SECONDS = 10  # of computing
 MEMORY = 2 << 30  # bytes; not every system can limit them
 MOST_STATES = 1 << 15
-LAST = "\U0010ffff"  # a character that no text has
+LAST = "\U0010ffff"  # a code point that Unicode keeps from being a character
 REFUSED = 3  # exit code: the pattern is refused, and standard error says why
 
 # Escapes that stand for characters or classes. Other escapes are among SIGNS.
@@ -31,6 +31,8 @@ SIGNS = re.compile(r"[\^$]|\\.|\(\?<?[=!>]|\(\?P=|[*+?}]\+")
 def check_pattern(pattern):
     """Raise ValueError for a pattern that the library could read in another way than its author."""
     shown = repr(pattern[:40])
+    if LAST in pattern:
+        raise ValueError(f"{shown} has U+10FFFF, which Unicode reserves; leave it out")
     plain = ESCAPE.sub("_", pattern)
     for each in CLASS.findall(plain):
         if found := IN_CLASS.search(each, 1):

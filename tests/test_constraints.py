@@ -306,6 +306,17 @@ def test_automata_agree_with_python(pattern):
             assert automaton.takes(LETTERS.encode(text)) == matches
 
 
+@pytest.mark.parametrize("pattern", ["|\U0010ffff", "\U0010ffff?", "((.|.){2})?", ".?"])
+def test_a_fill_may_have_what_marks_the_end_of_patterns(pattern):
+    """U+10FFFF and U+10FFFE, also where it may be empty."""
+    letters = "a\U0010fffe\U0010ffff"
+    tokenizer = Tokenizer("char", list(letters))
+    automaton = automaton_of(pattern, tokenizer)
+    for n in range(4):
+        for text in all_texts(letters, n):
+            assert automaton.takes(tokenizer.encode(text)) == bool(re.fullmatch(pattern, text))
+
+
 # ---- What is shown
 
 
@@ -425,15 +436,6 @@ REFUSED = [
     ("[___|]", "[___|a|]"),
     ("[___:a]█", "[█:a]█"),
 ]
-
-
-def test_the_code_point_that_marks_an_end_is_refused():
-    """U+10FFFF: a fill of it would be lost without a word."""
-    tokenizer = Tokenizer("char", ["a", "b", "\U0010ffff"])
-    model = Double(lambda xt: torch.zeros(len(xt), L, 3), 3, L)
-    for gap in ("[___||\U0010ffff]", "[___:\U0010ffff?]"):
-        with pytest.raises(UserError, match="U\\+10FFFF"):
-            sample.write(model, tokenizer, f"a{gap}b")
 
 
 @pytest.mark.parametrize("gap, better", [(gap, better) for gap, *better in REFUSED])

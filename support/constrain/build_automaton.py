@@ -15,7 +15,8 @@ import sys
 SECONDS = 10  # of computing
 MEMORY = 2 << 30  # bytes; not every system can limit them
 MOST_STATES = 1 << 15
-LAST = "\U0010ffff"  # a code point that Unicode keeps from being a character
+# No characters: no text has these three in a row, and what precedes them cannot begin with them.
+LAST = "\U0010fffe\U0010fffe\U0010ffff"
 REFUSED = 3  # exit code: the pattern is refused, and standard error says why
 
 # Escapes that stand for characters or classes. Other escapes are among SIGNS.
@@ -31,8 +32,6 @@ SIGNS = re.compile(r"[\^$]|\\.|\(\?<?[=!>]|\(\?P=|[*+?}]\+")
 def check_pattern(pattern):
     """Raise ValueError for a pattern that the library could read in another way than its author."""
     shown = repr(pattern[:40])
-    if LAST in pattern:
-        raise ValueError(f"{shown} has U+10FFFF, which Unicode reserves; leave it out")
     plain = ESCAPE.sub("_", pattern)
     for each in CLASS.findall(plain):
         if found := IN_CLASS.search(each, 1):
@@ -55,7 +54,7 @@ def build(pattern):
     state, byte, state. State 0 is the first. Raises ValueError, with a sentence.
 
     The library finds the first of several matches: of `a|ab` it would only take "a". So the pattern
-    is built with a last character, which makes all but whole matches fail.
+    is built with last characters, which make all but whole matches fail.
     """
     from outlines_core import Index, Vocabulary
 

@@ -184,6 +184,14 @@ def test_a_line_break_that_was_filled_is_shown():
         assert found == text.replace("█", "\n") == tokenizer.decode(ids)
 
 
+def test_a_list_with_a_text_that_the_tokenizer_changes_is_refused(made):
+    """Without capitals, "Value" would be left out and the rest proven."""
+    pytest.importorskip("outlines_core")
+    templates.parse("The [___|value|class] of", made("bert"), 100)
+    with pytest.raises(UserError, match="Value"):
+        templates.parse("The [___|Value|class] of", made("bert"), 100)
+
+
 def test_words_that_cannot_go_on_are_refused(made):
     with pytest.raises(UserError):
         templates.parse("the█of a", made("words"), 100)

@@ -206,11 +206,14 @@ def place_pattern(gap, before, ids, tokenizer):
         raise UserError(f"{what}; write another number of █, or [___:...]")
     lead = gap.lead or (" " if space == "lent" else "")
     spelled = [tuple(tokenizer.encode_lossless(lead + text, bool(ids))) for text in gap.choices]
-    known = tuple(ids for ids in spelled if automaton.takes(ids))
-    if gap.choices and gap.length not in (None, *map(len, known)):
+    for text, spelling in zip(gap.choices, spelled):
+        if not automaton.takes(spelling):
+            what = f"{text[:40]!r} in a list is not what the tokenizer makes of it"
+            raise UserError(f"{what}; leave it out, or write it as the tokenizer shows it")
+    if gap.choices and gap.length not in (None, *map(len, spelled)):
         what = f"no text of the list has {gap.length} tokens"
         raise UserError(f"{what}; write another number of █, or [___|...]")
-    return gap._replace(spelled=known)
+    return gap._replace(spelled=tuple(spelled))
 
 
 def has_open(segments):

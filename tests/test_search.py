@@ -61,6 +61,10 @@ MODELS = {
 }
 JOINT = {
     "autoregressive": functools.partial(network, objective="ar"),
+    # As the default network: all layers but the last have no attention.
+    "autoregressive, deep": functools.partial(
+        network, objective="ar", n_layer=3, attention_every=3, conv=3
+    ),
     "blocks of 2": functools.partial(network, block_length=2),
     "blocks of 4": functools.partial(network, block_length=4),
 }

@@ -18,6 +18,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
 
 Dropout = nn.Dropout
+Embedding = nn.Embedding
 # export.py puts their source here:
 Model = View = view_of_documents = masked_fraction = rotary_tables = None
 attention_ref = norm_conv_ref = told_rate = with_positions = None

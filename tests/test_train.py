@@ -224,7 +224,7 @@ def does_not_vary(folder, monkeypatch):
     config = mdlm.run_config.read(mdlm.Config, checkpoint.find_checkpoint(folder))
     config = dataclasses.replace(config, warmup_steps=3, lr_schedule="linear")
     monkeypatch.setattr("nanomdlm.support.run.optimizers.is_async", lambda device: True)
-    monkeypatch.setattr(mdlm, "to_device", lambda x, device: x)
+    monkeypatch.setattr(mdlm.devices, "to_device", lambda x, device: x)
     for module in ("documents", "rates"):
         masked_rows = functools.partial(view.masked_rows, waits=False)
         monkeypatch.setattr(f"nanomdlm.variants.{module}.masked_rows", masked_rows)

@@ -55,6 +55,7 @@ from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.model_calls import to_context
 from nanomdlm.support.infill.templates import has_open, parse, to_ids
 from nanomdlm.support.run import comparing, plots
+from nanomdlm.support.run.calibration import calibrated
 from nanomdlm.support.run.checkpoint import default_run
 from nanomdlm.support.run.plots import (
     DARK,
@@ -399,6 +400,7 @@ def strips_of(args, theme, width=48):
 def guesses_of(args):
     """The tokens of --text for draw_guesses; --rate of them are masked, as by eval.py --text."""
     model, tokenizer, _ = load_writer(args)
+    model = calibrated(model)
     ids = tokenizer.encode_lossless(args.text or SENTENCE)
     check_size(ids, model)
     rate = 0.2 if args.rate is None else args.rate

@@ -132,7 +132,7 @@ class Widget {
 
   // A model of many megabytes is loaded only by those who come as far as the widget.
   loadInSight(place) {
-    this.say("The model is loaded when you come here.");
+    this.say("The model (20 MB with its runtime) loads when you scroll here.");
     const megabytes = bytes => (bytes / 1e6).toFixed(1);
     const tell = (loaded, total) => !this.isReady && this.say(`loading the model: ${megabytes(loaded)} of ${megabytes(total)} MB`);
     const sight = new IntersectionObserver(async ([{isIntersecting}]) => {

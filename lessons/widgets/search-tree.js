@@ -50,7 +50,7 @@ define("search-tree", {
       Object.assign(widget.view.dataset, {proven, bound, fills: JSON.stringify(fills.map(({logp}) => logp))});
       const rest = proven ? `Proven: any other fill has at most ${exact(Math.exp(bound))}.` : `Not proven: another may have ${exact(Math.exp(bound))}.`;
       const all = 65 ** gaps.length;
-      widget.say(`${rest} The network saw ${seen.length} of ${all.toLocaleString("en")} possible fills and their beginnings; those listed have ` +
+      widget.say(`${rest} The network read ${seen.length} sequences, where ${all.toLocaleString("en")} fills are possible; those listed have ` +
         `${exact(addUp(fills.map(({p}) => p)))} together.`);
     };
   },

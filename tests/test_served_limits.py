@@ -47,15 +47,16 @@ def refused(client, path="/v1/completions", status=400, headers=(), **body):
         dict(infill="".join(f"[___:a{{{i}}}]b" for i in range(1, 99))),
         dict(infill="[___|a|b]c" * 2_000),
         dict(infill="█[___]" * 100_000),
+        dict(infill="_a" * 500_000),
     ],
     ids=lambda body: str(body)[:40],
 )
 def test_what_is_too_much_is_refused_at_once(body):
     client = client_of()
-    began = time.monotonic()
+    began = time.process_time()
     r = client.post("/v1/completions", json=body)
     assert r.status_code in (400, 422), r.text
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 4
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,8 @@ class Writer:
             raise Refused(what, "suffix", code="unsupported")
         L = config.block_size
         if job.kind == "template":
-            marks = [mark[-1] in ":|" for mark in templates.GAP.findall(prompt)]
+            gap = templates.gap_pattern(self.tokenizer)
+            marks = [mark[-1] in ":|" for mark in gap.findall(prompt)]
             self.check_patterns(sum(marks))  # before they are read
             self.check_length(len(marks) - sum(marks), L)
             return templates.read(prompt, self.tokenizer, L)

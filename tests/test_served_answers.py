@@ -40,6 +40,8 @@ FIELDS = {
 def tokenizer_of(kind):
     if kind == "char":
         return Tokenizer("char", sorted(set(TEXT + "è")))
+    if kind == "byte":
+        return Tokenizer("byte", [])
     if kind == "bpe":
         return Tokenizer("bpe", train_bpe([TEXT], 300))
     return Tokenizer("file", tokenizer_kinds.bert(TEXT).to_str())
@@ -178,6 +180,17 @@ def test_what_is_cut_off_has_no_part_in_an_echo():
     for choice in ask(client, **body)["choices"]:
         (score,) = ask(client, "/v1/score", input=[choice["text"]])["data"]
         assert sum(choice["logprobs"]["token_logprobs"]) == pytest.approx(score["logp"], abs=1e-3)
+
+
+def test_every_byte_of_a_character_that_is_cut_has_a_log_probability():
+    client = client_of("whole", "byte")
+    body = dict(prompt="the ", max_tokens=3, logprobs=0, steps=1, n=16, temperature=2)
+    part = 0
+    for seed in range(25):
+        for choice in ask(client, **body, seed=seed)["choices"]:
+            assert len(choice["logprobs"]["tokens"]) == 3
+            part += choice["logprobs"]["tokens"][-1] == ""
+    assert part
 
 
 @pytest.mark.parametrize("model", ["answers", "lengths", "whole"])

@@ -122,7 +122,9 @@ def logprobs_of(text, job):
     end = shown.begin + len(shown.text)
     found = []
     for token, begin, stop in zip(text.logprobs, text.begins, text.begins[1:]):
-        if begin < end and (job.echo or token.drawn is not None):
+        # A token at the end of the text goes on with a character that was cut, and shows as "".
+        is_shown = begin < end or (begin == end and not shown.stop)
+        if is_shown and (job.echo or token.drawn is not None):
             begin = max(begin, shown.begin)
             found.append((token, whole[begin : min(stop, end)], begin - shown.begin))
     return found

@@ -196,11 +196,13 @@ def test_infill_of_llama_cpp(server, short_run, alone):
     (wanted,) = alone(short_run, "--infill=The [___] is", "--max_gap=3")
     assert f"The {answer['content']} is" == wanted["text"]
     assert answer["stop"] is True and answer["stop_type"] == "eos"
-    picks = body | dict(response_fields=["content", "timings/predicted_n", "nothing"])
+    fields = ["content", "timings/predicted_n", "generation_settings/n_predict", "nothing"]
+    picks = body | dict(response_fields=fields)
     found = post(f"{server.url}/infill", json=picks).json()
     assert found == {
         "content": answer["content"],
         "timings/predicted_n": answer["tokens_predicted"],
+        "generation_settings/n_predict": 3,
     }
     everything = post(f"{server.url}/infill", json=body | dict(response_fields=[])).json()
     assert everything.keys() == answer.keys()

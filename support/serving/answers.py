@@ -296,5 +296,7 @@ def timings_of(what, n, ms):
 def picked(answer, paths):
     """Those fields of an answer that are there, as llama.cpp has it: "timings/predicted_n" too, by
     that name."""
-    every = answer | {f"timings/{name}": value for name, value in answer["timings"].items()}
+    every = dict(answer)
+    for name in ("timings", "generation_settings"):
+        every |= {f"{name}/{key}": value for key, value in answer[name].items()}
     return {path: every[path] for path in paths if path in every}

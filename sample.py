@@ -608,6 +608,11 @@ class Written(NamedTuple):
     def text(self):
         return joined(self.parts)
 
+    def tokens(self, end_id):
+        """How many tokens were written, up to the [END] that ended it."""
+        new = [id for id, logp in zip(self.ids, self.drawn.tolist()) if not math.isnan(logp)]
+        return new.index(end_id) + 1 if end_id in new else len(new)
+
 
 class Rows:
     """Some rows of one text, while they are written.
@@ -952,6 +957,7 @@ def show_samples(writer, segments, options, is_template, pages):
             if films:
                 about = dict(text=one.text, title=f"sample {len(pages) + 1}")
                 pages.append(facts | about | films.pop(0).page(one.ids))
+            facts["tokens"] = one.tokens(tokenizer.end_id)
             if options.logprobs:
                 facts["logprobs"] = logprobs_of(writer, one.ids, one.drawn, options.logprobs)
             yield one.parts, facts
@@ -1062,9 +1068,8 @@ def compare(options, model, tokenizer, folders):
         with_them = Writer(model, tokenizer, settings)
         return show_samples(with_them, segments, settings, bool(options.infill), pages)
 
-    n = to_ids(segments, model.mask_id).count(model.mask_id)
     with open_lines(options) as lines:
-        pages = words.compare(variants, fill, statistics, n, lines)
+        pages = words.compare(variants, fill, statistics, lines)
     if options.html:
         about = products.pages().settings(model, resolve(options, model))
         about.pop(options.compare.partition("=")[0], None)  # each tab has its own

@@ -609,6 +609,14 @@ def test_write_returns_filled_texts(run):
         assert found.startswith(text or "") and len(found) <= 2 * (length or 32)
 
 
+def test_speed_is_of_the_tokens_up_to_the_end(say, tmp_path):
+    save_model(tmp_path, Tokenizer("char", "abc", True), objective="ar")
+    flags = ["--compare=temperature=1", "--length=20", "--num_samples=9", "--seed=2", "--json=-"]
+    row = json.loads(say(SimpleNamespace(out=tmp_path), *flags).out)
+    assert row["calls"] < 20  # one per token, and for [END]
+    assert row["tokens/s"] * row["seconds"] == pytest.approx(row["calls"])
+
+
 def test_shipped_weights_keep_a_clone_small():
     for name, most in (("shakespeare", 24), ("record", 20)):  # MiB
         size = sum(f.stat().st_size for f in (ROOT / "weights" / name).iterdir())

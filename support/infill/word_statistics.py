@@ -97,12 +97,11 @@ def variants(options, settings, resolve):
     return rows
 
 
-def compare(variants, fill, statistics, tokens, file):
+def compare(variants, fill, statistics, file):
     """Write texts with each of the settings, show the first and a table of all; returns pages.
 
     variants  {title: settings}
     fill      fill(settings, pages=[]) yields (texts, facts) as sample.show_samples does
-    tokens    how many are filled in each text
     file      gets a line of JSON for each of the settings; or None
     """
     rows = []
@@ -115,7 +114,8 @@ def compare(variants, fill, statistics, tokens, file):
             print(f"---- {title}", display.highlighted(texts[0]), sep="\n", flush=True)
         seconds = facts[0]["seconds"]
         calls = sum(fact["calls"] for fact in facts) / len(facts)
-        row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": tokens / seconds}
+        speed = sum(fact["tokens"] for fact in facts) / len(facts) / seconds
+        row = {"setting": title, "calls": calls, "seconds": seconds, "tokens/s": speed}
         rows.append(row | statistics([joined(segments) for segments in texts]))
         if file:
             print(json.dumps(rows[-1]), file=file, flush=True)

@@ -70,12 +70,12 @@ class WordStatistics:
         """{"words": fraction, "words_se": standard error, "distinct": fraction}; None: unknown."""
         lists = [[w for w in words_of(text) if len(w) >= self.shortest] for text in texts]
         good = [sum(word in self.known for word in words) for words in lists]
-        total = max(1, sum(map(len, lists)))
-        known_fraction = sum(good) / total
-        errors = (k - known_fraction * len(words) for k, words in zip(good, lists))
-        spread = math.hypot(*errors) / total
-        if not self.known:
-            known_fraction = spread = None
+        total = sum(map(len, lists))
+        known_fraction = spread = None
+        if self.known and total:
+            known_fraction = sum(good) / total
+            errors = (k - known_fraction * len(words) for k, words in zip(good, lists))
+            spread = math.hypot(*errors) / total
         return {"words": known_fraction, "words_se": spread, "distinct": distinct(texts)}
 
 

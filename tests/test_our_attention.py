@@ -162,3 +162,27 @@ def test_layers_with_it_compile_as_one_graph():
     for layer in model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(outcome(model, view), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", tiers(list(KINDS), ["qwen2"], list(KINDS)))
+def test_a_step_reads_no_value(kind, monkeypatch):
+    """So it can be recorded as a CUDA graph. On the meta device, reading a value raises."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it has none
+    model = make(kind, OURS)
+    assert model.steps_are_alike
+    model.to("meta")
+    for name, view in views().items():
+        if name == "causal":
+            continue
+        view = View(*(x.to("meta") if torch.is_tensor(x) else x for x in view))
+        targets = torch.zeros(len(view.rows), dtype=torch.long, device="meta")
+        loss = model(view, targets, torch.ones(len(targets), device="meta"))
+        loss.backward()
+        assert loss.is_meta and model.body.get_input_embeddings().weight.grad.is_meta
+
+
+def test_steps_that_leave_out_layers_at_random_are_not_alike():
+    model = make("llama", OURS)
+    model.body.config.layerdrop = 0.1
+    assert not model.steps_are_alike
+    assert not make("llama", operations.REFERENCES).steps_are_alike

@@ -110,6 +110,17 @@ class Pretrained(nn.Module):
         """The weight of the head (rows, C); rows beyond V - 1 are never used."""
         return self.body.get_input_embeddings().weight if self.head is None else self.head
 
+    @property
+    def steps_are_alike(self):
+        """Whether training steps differ only in values, so that CUDA graphs can replay them.
+
+        Not with the library's own masks, for which it reads positions back from the GPU; nor if it
+        leaves out layers at random.
+        """
+        settings = self.body.config.to_dict()
+        has_layerdrop = any("layerdrop" in name and settings[name] for name in settings)
+        return self.has_our_attention and not has_layerdrop
+
     def masks(self, view):
         if self.has_our_attention and not view.causal and view.cache is None:
             return attention_masks.spans(view, self.windows)

@@ -206,11 +206,13 @@ def tiles(kernel, dtype, D):
     """Return (TILE_M, TILE_N, warps, stages) of a kernel.
 
     In 16 bits no registers spill on sm_80, 90 and 120, and the memory of a consumer GPU suffices.
-    On sm_100, dK and dV of blocks with D = 128 spill eight times; in float32 some do on sm_80.
+    On sm_100, dK and dV of blocks with D = 128 spill eight times; in float32 some do elsewhere.
     """
     is_dkdv = kernel is grouped_attention_dkdv_kernel
     if dtype == torch.float32:  # exact products, which do not use tensor cores
-        return (D // 2, 16, D // 8, 1) if is_dkdv else (16, 16, 8, 1)
+        if is_dkdv:
+            return (32, 16, 16, 1) if D == 128 else (16, 32, 8, 1)
+        return 16, 16, 8, 1
     if is_dkdv:
         return (32, 64, 4, 2) if D == 32 else (32, 64, 8, 2)
     is_small = D == 32 or (D == 64 and kernel is grouped_attention_forward_kernel)

@@ -3,11 +3,15 @@
 On a CPU the kernels' reference runs; the kernels are in kernels_cases/grouped_attention_cases.py.
 """
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiers
+from conftest import ROOT, losses, tiers
 
 import mdlm
 from nanomdlm.kernels import operations
@@ -186,3 +190,25 @@ def test_steps_that_leave_out_layers_at_random_are_not_alike():
     model.body.config.layerdrop = 0.1
     assert not model.steps_are_alike
     assert not make("llama", operations.REFERENCES).steps_are_alike
+
+
+@pytest.mark.slow
+def test_a_run_with_the_kernels_has_the_losses_of_one_without(text_file, tmp_path):
+    """In the interpreter, in a process of its own: python mdlm.py --network in blocks."""
+    pytest.importorskip("triton")
+    settings = SIZES | dict(model_type="llama", num_key_value_heads=1, head_dim=32)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings | dict(architectures=["LlamaForCausalLM"])))
+    args = [f"--network={path}", f"--data={text_file}", "--block_size=16", "--block_length=4"]
+    args += ["--batch_size=2", "--max_steps=3", "--eval_windows=1", "--compile=off"]
+    args += ["--dtype=float32", "--device=cpu", "--log_interval=1"]
+    found = []
+    for kernels, interpreted in (("torch", "0"), ("triton", "1")):
+        out = tmp_path / kernels
+        command = [sys.executable, "mdlm.py", *args, f"--kernels={kernels}", f"--out_dir={out}"]
+        env = os.environ | dict(TRITON_INTERPRET=interpreted, OMP_NUM_THREADS="1")
+        r = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+        assert r.returncode == 0, r.stderr[-3000:]
+        found.append(losses(out))
+    assert len(found[0]) == 3
+    torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-5, atol=1e-5)

@@ -205,3 +205,17 @@ def test_the_rest_goes_to_the_reference(D, T_of_keys, dtype, other, monkeypatch)
     q = torch.zeros(1, 9, 2, D, dtype=dtype)
     k = torch.zeros(1, T_of_keys, 1, D, dtype=other)
     assert grouped_attention(q, k, k) == "reference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["documents", "blocks"])
+def test_a_network_of_transformers_learns_the_same_through_the_kernels(name):
+    """Qwen 2 with heads of 128, grouped queries and a window in one of its layers."""
+    networks = pytest.importorskip("test_our_attention")
+    ours = networks.make("qwen2", networks.OURS)
+    theirs = networks.make("qwen2", networks.operations.REFERENCES)
+    view = networks.views()[name]
+    launch.LAUNCHES.clear()
+    results = networks.outcome(ours, view)
+    assert set(launch.LAUNCHES) == KERNELS
+    torch.testing.assert_close(results, networks.outcome(theirs, view), rtol=1e-4, atol=1e-5)

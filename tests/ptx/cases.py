@@ -313,7 +313,8 @@ def beyond(size, multiple):
 
 def far_attention(launch):
     """One sample: the tensors follow those of earlier samples. Of prepare_kernel: tokens."""
-    tensors = {n: a.numel() for n, a in zip(launch.names, launch.args) if torch.is_tensor(a)}
+    given = zip(launch.names, launch.args, strict=True)
+    tensors = {n: len(a) * a.stride(0) for n, a in given if torch.is_tensor(a)}
     given = dict(zip(launch.names, launch.args, strict=True))
     if launch.kernel != "prepare_kernel":
         samples = beyond(tensors["lse"], 1)

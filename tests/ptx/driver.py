@@ -45,6 +45,11 @@ def describe(kernel, types, constants, warps, stages):
     return f"{kernel}({', '.join(sorted(parts))}), {warps} warps, {stages} stages"
 
 
+def duplicate(x):
+    """A copy with the same strides, on which the kernel's arguments depend."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+
 @dataclasses.dataclass
 class Launch:
     """A launch, so that a test can run its PTX again, changed."""
@@ -58,7 +63,7 @@ class Launch:
 
     def copy(self):
         """The same launch, with copies of the tensors as they are now."""
-        args = [a.clone() if torch.is_tensor(a) else a for a in self.args]
+        args = [duplicate(a) if torch.is_tensor(a) else a for a in self.args]
         return dataclasses.replace(self, args=args)
 
     def run(self, ptx=None, first=0, shifts=()):

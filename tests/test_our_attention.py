@@ -126,21 +126,25 @@ def test_whole_texts_use_sdpa_by_default():
 
 
 @pytest.mark.parametrize(
-    ("settings", "ops"),
+    ("settings", "ops", "is_said"),
     [
-        (dict(), operations.REFERENCES),  # --kernels=torch, or no GPU
-        (dict(head_dim=16), OURS),
-        (dict(dropout=0.1), OURS),
+        (dict(), operations.REFERENCES, False),  # --kernels=torch, or no GPU
+        (dict(head_dim=16), OURS, True),
+        (dict(dropout=0.1), OURS, True),
     ],
 )
-def test_it_is_not_used_where_the_kernels_are_not_made_for_it(settings, ops):
+def test_it_is_not_used_where_the_kernels_are_not_made_for_it(settings, ops, is_said, capsys):
+    operations.warn.cache_clear()
     assert not make("llama", ops, **settings).has_our_attention
+    assert ("SDPA" in capsys.readouterr().err) == is_said
 
 
-def test_a_network_that_computes_something_else_with_it_keeps_sdpa(monkeypatch):
+def test_a_network_that_computes_something_else_with_it_keeps_sdpa(monkeypatch, capsys):
+    operations.warn.cache_clear()
     monkeypatch.setattr(attention, "grouped_attention", lambda q, *more: q)
     model = make("qwen2", OURS)
     assert not model.has_our_attention and model.body.config._attn_implementation == "sdpa"
+    assert "SDPA" in capsys.readouterr().err
     mask = model.masks(views()["documents"])["full_attention"]
     assert mask.dtype == torch.bool and mask.shape == (2, 1, T, T)
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
+from nanomdlm.kernels.launch import warn
 from nanomdlm.kernels.operations import grouped_attention
 from nanomdlm.support.cli import files
 from nanomdlm.support.cli.networks import FILE
@@ -212,12 +213,18 @@ class Network:
     def gets_our_attention(self, config, ops):
         """Whether `build` makes networks with our attention: that needs our kernels, heads that
         they support, no dropout, and a network that computes the same with it, by a trial."""
-        has_kernels = getattr(ops, "grouped_attention", None) is grouped_attention
-        if not has_kernels or config.dropout or self.code or not attention.is_for(self.config):
+        if getattr(ops, "grouped_attention", None) is not grouped_attention:
+            return False
+        if config.dropout or self.code or not attention.is_for(self.config):
+            takes = "heads of 32, 64 and 128, no dropout, and no code of their own"
+            warn(f"attention of this network runs in PyTorch (SDPA): the kernels take {takes}")
             return False
         if self.takes_spans is None:
             with torch.random.fork_rng(devices=[]):  # a run draws the same with and without it
                 self.takes_spans = self.try_out(attention_masks.takes_spans)
+            if not self.takes_spans:
+                why = "the kernels compute another one"
+                warn(f"attention of this network runs in PyTorch (SDPA): {why}")
         return self.takes_spans
 
     def load(self):

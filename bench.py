@@ -459,20 +459,37 @@ def autotuned(f):
     return lambda *args, **more: compiled()(*args, **more)
 
 
+def flex_mask(spans):
+    """FlexAttention's mask of spans that hold for all texts, or None."""
+    if spans is None:
+        return None
+    start, end = spans[0, :4:2], spans[0, 1:4:2]  # (1 or 2, T)
+
+    def visible(b, h, q, k):
+        first = (start[0, q] <= k) & (k < end[0, q])
+        return first | ((start[-1, q] <= k) & (k < end[-1, q]))
+
+    return create_block_mask(visible, None, None, start.shape[1], start.shape[1], spans.device)
+
+
+def grouped_flex(spans):
+    """FlexAttention with the arguments of kernels.grouped_attention; spans: as of `flex`."""
+    mask = flex_mask(spans)
+
+    def f(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return compile_fixed(f)
+
+
 def flex(spans, copies=False):
     """FlexAttention (Dong et al., 2412.05496): it visits the tiles that block_spans say, or all.
 
     Compiled together with the normalization and rotation before it. copies: v too is made
     contiguous, as torch 2.13 is wrong on a CPU where v alone is a view.
     """
-    mask = None
-    if spans is not None:
-        start, end, start2, end2 = spans[0, :4]
-
-        def visible(b, h, q, k):
-            return ((start[q] <= k) & (k < end[q])) | ((start2[q] <= k) & (k < end2[q]))
-
-        mask = create_block_mask(visible, None, None, len(start), len(start), spans.device)
+    mask = flex_mask(spans)
 
     def f(qkv, cos, sin, qk_norm, spans):
         q, k, v = (z.transpose(1, 2) for z in prepare(qkv, cos, sin, qk_norm))  # (B, H, T, D)

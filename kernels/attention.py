@@ -26,7 +26,8 @@ Q, K and V are read in place from the packed (B, T, 3, H, D); their gradients ar
 buffer of that shape. If Q and K are normalized or rotated first, prepare_kernel writes the results
 to a buffer qk, and in backward turns the gradients of qk into those of Q and K. V is not copied.
 
-The kernels support heads of 32 and 64. For wider heads, PyTorch has the fast kernel of cuDNN.
+The kernels support heads of 32 and 64. For wider heads, PyTorch has the fast kernel of cuDNN, and
+grouped_attention.py has kernels for 128 and for fewer heads of keys than of queries.
 
 Spans (see reference.py) limit which keys a query sees. A program then visits only the tiles that
 one of its rows sees. With documents, a row sees one range, and it is seen by the same range. With

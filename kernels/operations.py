@@ -7,6 +7,7 @@ import torch
 from .attention import HEAD_DIMS, MAX_OURS, attention
 from .convolution import norm_conv
 from .cross_entropy import linear_cross_entropy
+from .grouped_attention import grouped_attention
 from .launch import (
     ENABLED,
     INTERPRET,
@@ -19,20 +20,24 @@ from .launch import (
 from .masking import mask_tokens
 from .reference import (
     attention_ref,
+    grouped_attention_ref,
     linear_cross_entropy_ref,
     mask_tokens_ref,
     norm_conv_ref,
+    prepare,
 )
 
 REFERENCES = SimpleNamespace(
     name="torch",
     mask_tokens=mask_tokens_ref,
     attention=attention_ref,
+    grouped_attention=grouped_attention_ref,
     norm_conv=norm_conv_ref,
     linear_cross_entropy=linear_cross_entropy_ref,
 )
 TRITON = dict(name="triton", mask_tokens=mask_tokens, attention=attention)
 TRITON |= dict(norm_conv=norm_conv, linear_cross_entropy=linear_cross_entropy)
+TRITON |= dict(grouped_attention=grouped_attention)
 
 
 def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
@@ -44,6 +49,13 @@ def attention_of_documents(qkv, cos=None, sin=None, qk_norm=False, causal=False,
     return implementation(qkv, cos, sin, qk_norm, causal, spans)
 
 
+def attention_of_wide_heads(qkv, cos=None, sin=None, qk_norm=False, causal=False, spans=None):
+    """Attention for heads of 128: PyTorch's (cuDNN), or the kernels if there are spans."""
+    if causal or spans is None:
+        return attention_ref(qkv, cos, sin, qk_norm, causal, spans)
+    return grouped_attention(*prepare(qkv, cos, sin, qk_norm), spans=spans)
+
+
 def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal=False, T=0):
     """Choose the operations for --kernels on a device.
 
@@ -51,13 +63,14 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
               code that PTX does not allow runs in PyTorch, too (launch.py, distrusts_attention)
               triton: raise ValueError if Triton cannot run; attention runs with any Triton
               torch: PyTorch
-    head_dim  n_embd / n_head. The attention kernels support 32 and 64. With any other, attention
-              runs in PyTorch (SDPA; for 128 cuDNN is fast); of these, "triton" accepts only 128
+    head_dim  n_embd / n_head. The attention kernels support 32 and 64, and 128 for documents and
+              blocks. With any other, attention runs in PyTorch (SDPA); "triton" accepts none
     dtype     of matrix products
     causal    whether the model is autoregressive: then attention runs in PyTorch
     T         tokens of a window: above MAX_OURS, "auto" uses PyTorch for attention without spans
 
-    Returns a namespace with name, mask_tokens, attention, norm_conv and linear_cross_entropy.
+    Returns a namespace with name, mask_tokens, attention, grouped_attention, norm_conv and
+    linear_cross_entropy.
     Warns on stderr if a requested operation does not run in Triton.
     """
     if name not in ("auto", "triton", "torch"):
@@ -79,6 +92,7 @@ def select(name="auto", device="cpu", head_dim=None, dtype=torch.float32, causal
         warn(f"{said}: it {where}; install triton 3.7 or newer (see results/aot.md)")
         if name == "auto":
             ops.attention = attention_ref
+            ops.grouped_attention = grouped_attention_ref
     return ops
 
 
@@ -100,8 +114,12 @@ def _triton(name, head_dim, dtype, causal, T):
         raise ValueError(f"--kernels={name}: {why}; use --dtype=float32")
     if is_unsupported or (name == "triton" and (causal or head_dim == 128)):
         what = "causal attention" if causal else f"n_embd / n_head = {head_dim}: attention"
-        warn(f"{what} runs in PyTorch (SDPA): the kernels take heads of 32 and 64, not causal")
+        takes = "heads of 32 and 64, and of 128 for documents and blocks, not causal"
+        warn(f"{what} runs in PyTorch (SDPA): the kernels take {takes}")
     ops = SimpleNamespace(**vars(REFERENCES) | TRITON)
+    if head_dim == 128:
+        ops.attention = attention_of_wide_heads
+        return ops
     if name == "auto" and T > MAX_OURS:
         ops.attention = attention_of_documents
     return ops

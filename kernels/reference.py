@@ -190,6 +190,26 @@ def block_spans(T, S, device):
     return torch.cat((masked, text), 1)[None].int()
 
 
+def window_spans(spans, window, T, device):
+    """Return spans that also limit how far positions see: `window` positions in each direction.
+
+    spans: of document_spans, of block_spans (of rows of T = twice as many positions), or None: all
+
+    Returns spans of the same kind, (1, 2, T) for None. Those of blocks have each position of the
+    text twice, and the distance is that of positions in the text.
+    """
+    at = torch.arange(T, device=device)
+    if spans is None:
+        spans = torch.stack((torch.zeros_like(at), torch.full_like(at, T)))[None]
+    start = spans[:, ::2]
+    end = spans[:, 1::2]
+    if spans.shape[1] > 2:  # each range is in one half of the row
+        half = T // 2
+        at = at % half + start // half * half
+    near = torch.stack((start.maximum(at - window), end.minimum(at + window + 1)), 2)
+    return near.flatten(1, 2).int()
+
+
 def is_visible(spans, at):
     """Whether each position sees the positions `at`: bool, (B, T, n) for `at` of (n,).
 
@@ -360,3 +380,27 @@ def attention_ref(
             scores = scores.masked_fill(~visible, -torch.inf)
         return (torch.softmax(scores, -1) @ v).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, visible, is_causal=causal).transpose(1, 2)
+
+
+def grouped_attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    spans: Tensor | None = None,
+) -> Tensor:
+    """Compute attention of H heads of queries on G heads of keys and values; G divides H.
+
+    q      (B, T, H, D), with any strides
+    k, v   (B, T, G, D): read by the heads h of queries with h // (H / G) = g
+    scale  factor of the scores; None: 1 / sqrt(D)
+    spans  int32, from document_spans, block_spans or window_spans, or None
+
+    Returns (B, T, H, D) in the dtype of q.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    visible = None
+    if spans is not None:
+        visible = is_visible(spans, torch.arange(q.shape[2], device=q.device))[:, None]
+    return F.scaled_dot_product_attention(q, k, v, visible, scale=scale).transpose(1, 2)

@@ -8,6 +8,7 @@ start: where do the seconds before the first step go, and those of an evaluation
 generate: what does a call of the sampler cost, and what would a recorded one?
 baselines: how fast is PyTorch at its best, without our convolution, autotuned, FlexAttention?
 pretrained: what do a head of 769 columns and dense masks cost networks of others?
+grouped: our attention of 32 heads of 128 on 8 of keys against FlexAttention and SDPA's dense masks.
 gpt2: a step of 124 M parameters, with our kernels and with PyTorch's.
 repeat: are 300 steps the same to the bit when they are repeated?
 """
@@ -37,6 +38,7 @@ import bench
 import mdlm
 import sample
 from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import block_spans, document_spans, window_spans
 from nanomdlm.support.cli import devices
 from nanomdlm.support.run import graphs
 from studies import phases
@@ -213,6 +215,44 @@ def pretrained(study):
         train_network(study, name)
 
 
+# ---- grouped: attention as decoders of 2026 have it
+def grouped(study):
+    """Whole texts, documents of T / 8, blocks of 16, a window of T / 8; forward and backward."""
+    B, T, H, G, D = (1, 64, 4, 1, 32) if study.tiny else (4, 4096, 32, 8, 128)
+    device = study.device
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, T, n, D, generator=g).to(device, study.dtype) for n in (H, G, G))
+    ends = torch.arange(T, device=device) % (T // 8) == T // 8 - 1
+    seen = {
+        "whole texts": None,
+        "documents": document_spans(ends[None]),
+        "blocks": block_spans(T // 2, 16, device),
+        "a window": window_spans(None, T // 16, T, device),
+    }
+    for name, spans in seen.items():
+        contestants = dict(mdlm=lambda *x, spans=spans: kernels.grouped_attention(*x, spans=spans))
+        contestants["SDPA"] = partial(kernels.grouped_attention_ref, spans=spans)
+        contestants["FlexAttention"] = bench.grouped_flex(spans)
+        exact = kernels.grouped_attention_ref(*(x[:1].double() for x in (q, k, v)), spans=spans)
+        calls = {}
+        for contestant, function in contestants.items():
+            error = (function(q, k, v)[:1] - exact).abs().max() / exact.abs().max()
+            if error > 0.02:  # wrong results get no time
+                study.table.fail(dict(operation=name), contestant, f"WRONG: {error:.1e}", True)
+                continue
+            calls[f"{contestant}, forward"] = partial(function, q, k, v)
+            if not (study.tiny and contestant == "FlexAttention"):  # no backward pass on a CPU
+                calls[f"{contestant}, with backward"] = partial(differentiate, function, q, k, v)
+        del exact
+        study.race(f"grouped attention, {name}: B={B} T={T} H={H} G={G} D={D}", calls)
+
+
+def differentiate(function, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
 SHAPES = {
     "BERT, 12 x 768": dict(
         model_type="bert",
@@ -313,6 +353,7 @@ PARTS = dict(
     generate=generate,
     baselines=baselines,
     pretrained=pretrained,
+    grouped=grouped,
     gpt2=gpt2,
     repeat=repeat,
 )

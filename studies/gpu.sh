@@ -13,9 +13,9 @@
 # do the kernels that wait for it help (residual, backward, muon; those that do become the default), is
 # torch.compile needed (step), where do a run's other seconds go (start), what does sampling cost
 # (generate), how fast is PyTorch at its best (baselines), what do networks of others cost
-# (pretrained), 124 M parameters (gpt2), are steps the same when repeated (repeat), is what triton
-# 3.7.1 makes right (cubins; first `studies/cubins.py make`), and peers for as long as there is time
-# (the packages liger-kernel and cut-cross-entropy). While smoke runs, what is timed later is compiled.
+# (pretrained), what does our attention gain there (grouped), 124 M parameters (gpt2), are steps the
+# same when repeated (repeat), is what triton 3.7.1 makes right (cubins; first `studies/cubins.py
+# make`), and peers for as long as there is time (liger-kernel and cut-cross-entropy). While smoke runs, what is timed later is compiled.
 # whole: all of a training on TEXT; its log is gpu_whole.jsonl. NANOGPT: a clone of
 # github.com/karpathy/nanoGPT in which data/shakespeare_char/prepare.py has run.
 # OUT: folder of the results (results/). LIMIT: seconds for all (580). PYTHON: the interpreter.
@@ -28,7 +28,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON, CACHES, REHEARSAL in the environment" >&2
     exit 2
 fi
-first="smoke profile residual backward muon step start generate baselines pretrained gpt2 repeat cubins peers"
+first="smoke profile residual backward muon step start generate baselines pretrained grouped gpt2 repeat cubins peers"
 others="train whole nanogpt tiles ops alike large tests record shards"
 PARTS=${PARTS:-$first}
 if [ -z "${PARTS// /}" ]; then
@@ -135,6 +135,7 @@ ask start 120                                            # 80
 ask generate 60                                          # 40
 ask baselines 120 --seconds=0.2                          # 90
 ask pretrained 75                                        # 50
+ask grouped 90                                           # 60
 ask gpt2 90 --seconds=1                                  # 45
 ask repeat 75                                            # 40
 part cubins 60 "$python" studies/cubins.py run           # 20

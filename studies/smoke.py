@@ -28,7 +28,7 @@ import bench
 import mdlm
 from nanomdlm.kernels import launch
 from nanomdlm.kernels import operations as kernels
-from nanomdlm.kernels.reference import block_spans, document_spans
+from nanomdlm.kernels.reference import block_spans, document_spans, window_spans
 from nanomdlm.support.cli import devices
 from nanomdlm.support.errors import UserError
 
@@ -77,6 +77,24 @@ def attention(dtype, B, T, H, D, spans=None, name=""):
     ref = kernels.attention_ref
     results = run(kernels.attention, dtype), run(ref, dtype), run(ref, torch.float64)
     return compare(f"attention T={T} D={D} {str(dtype)[6:]} {name}".strip(), *results, dtype)
+
+
+def grouped_attention(dtype, B, T, H, G, D, spans=None, name=""):
+    g = torch.Generator(DEVICE).manual_seed(0)
+    *inputs, grad = (
+        torch.randn(B, T, n, D, generator=g, device=DEVICE).to(dtype) for n in (H, G, G, H)
+    )
+
+    def run(f, dtype):
+        x = [each.to(dtype).requires_grad_() for each in inputs]
+        out = f(*x, spans=spans)
+        gradients = torch.autograd.grad(out, x, grad.to(dtype))
+        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+
+    ref = kernels.grouped_attention_ref
+    results = run(kernels.grouped_attention, dtype), run(ref, dtype), run(ref, torch.float64)
+    title = f"grouped attention T={T} D={D} {str(dtype)[6:]} {name}".strip()
+    return compare(title, *results, dtype)
 
 
 def head(dtype, M, C, V):
@@ -150,6 +168,7 @@ def interpreted():
         ok &= attention(dtype, B, T, 1, 32) & attention(dtype, B, 33, 1, 64)
         ok &= attention(dtype, B, T, 1, 32, document_spans(ends), "documents")
         ok &= attention(dtype, B, T, 1, 32, block_spans(T // 2, 4, "cpu"), "blocks")
+        ok &= grouped_attention(dtype, B, 33, 2, 1, 128, window_spans(None, 5, 33, "cpu"), "window")
     return ok
 
 
@@ -164,6 +183,12 @@ def compare_dtype(dtype):
         ok &= attention(dtype, 8, 111, 3, D)
         for name, span in spans.items():
             ok &= attention(dtype, 8, T, 3, D, span, name)
+    for D in (64, 128):
+        ok &= grouped_attention(dtype, 2, 111, 8, 2, D)
+        for name, span in spans.items():
+            near = window_spans(span, 100, T, DEVICE)
+            ok &= grouped_attention(dtype, 8, T, 8, 2, D, span, name)
+            ok &= grouped_attention(dtype, 8, T, 8, 2, D, near, f"{name}, window")
     for C in (384, 768):
         ok &= norm_conv(dtype, 16, 256, C)
     for V in (65, 1000, 50304):

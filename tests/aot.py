@@ -2,6 +2,7 @@
 
 MDLM_TRITON=1 python tests/aot.py           # the main configurations, a table as in results/aot.md
 MDLM_TRITON=1 python tests/aot.py --one     # a case of each kernel, for sm_90
+MDLM_TRITON=1 python tests/aot.py --grouped   # the main ones of grouped attention
 MDLM_TRITON=1 python tests/aot.py --most    # those that need most, too: what the slow tests compile
 MDLM_TRITON=1 python tests/aot.py --all     # many more, the rarest for sm_90 alone
 MDLM_TRITON=1 python tests/aot.py --json    # one JSON object a line
@@ -35,7 +36,8 @@ CONSUMER = (86, 89, 120)  # GPUs with less shared memory; only the main cases ar
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(CONSUMER, 99 << 10)
 TYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 OPTIONS = ("num_warps", "num_stages")
-STRIDES = ("C", "N", "limit", "n_rows")  # numbers that usually divide by 16
+# Numbers that usually divide by 16.
+STRIDES = ("C", "N", "limit", "n_rows", "q_stride", "k_stride", "v_stride")
 # The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
 # that need most registers and memory.
 ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|ward bf16|T=256 i64, documents"
@@ -160,6 +162,27 @@ def attention_cases():
         yield Case(name, kernel, types, config, main=main)
 
 
+def grouped_attention_cases():
+    """32 heads of queries on 8 of keys, and rows that are not whole tiles: these need most."""
+    at = import_module("nanomdlm.kernels.grouped_attention")
+    kernels = (at.grouped_attention_forward_kernel, at.grouped_attention_dq_kernel)
+    kernels += (at.grouped_attention_dkdv_kernel,)
+    for kernel, dtype, D, seen in itertools.product(
+        kernels, ("bf16", "fp32"), at.HEAD_DIMS, ("documents", "blocks")
+    ):
+        pointers = ("q", "k", "v", "grad", "out", "dq", "dk", "dv")
+        types = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(("lse", "delta"), "*fp32")
+        types |= dict(spans="*i32", scale="fp32")
+        M, N, warps, stages = at.tiles(kernel, TYPES[dtype], D)
+        config = dict(H=32, G=8, D=D, TILE_M=M, TILE_N=N, EVEN=False, R=1 + (seen == "blocks"))
+        config |= dict(num_warps=warps, num_stages=stages)
+        config = {n: v for n, v in config.items() if n in kernel.arg_names or n in OPTIONS}
+        types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
+        main = (80, 90, 120) if (dtype, D) == ("bf16", 128) else ()
+        name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
+        yield Case(f"{name} D={D} {dtype} {seen}", kernel, types, config, main=main)
+
+
 def muon_cases():
     ns = import_module("nanomdlm.kernels.newton_schulz")
     muon = import_module("nanomdlm.support.run.muon")
@@ -205,7 +228,7 @@ def cases(arch, which="--main"):
     The rare ones are on sm_90 only, as they take long.
     """
     makers = (masking_cases, head_cases, convolution_cases, residual_cases, attention_cases)
-    chosen = [c for make in (*makers, muon_cases) for c in make()]
+    chosen = [c for make in (*makers, grouped_attention_cases, muon_cases) for c in make()]
     if arch != 90:
         some = ("bf16", "T=8192", *(["fp32 even"] if arch == 80 else []))  # it has least memory
         chosen = [c for c in chosen if any(word in c.name for word in some)]
@@ -213,6 +236,8 @@ def cases(arch, which="--main"):
     chosen = [v for c in chosen for v in itertools.islice(variants(c), None if arch == 90 else 1)]
     if which == "--one":
         return [c for c in chosen if arch == 90 and arch in c.main and re.search(ONE, c.name)]
+    if which == "--grouped":
+        return [c for c in chosen if arch in c.main and c.name.startswith("grouped")]
     if arch in CONSUMER:
         return [c for c in chosen if arch in c.main]
     if which == "--most":
@@ -304,7 +329,7 @@ if __name__ == "__main__":
     if not as_json:
         HEAD += ["executed"] if files else []
         print(f"| {' | '.join(HEAD)} |", "| --- " * len(HEAD) + "|", sep="\n")
-    given = [flag for flag in ("--one", "--most", "--all") if flag in sys.argv]
+    given = [flag for flag in ("--one", "--grouped", "--most", "--all") if flag in sys.argv]
     for r in compile_all(given[0] if given else "--main"):
         products = [f"{r[i]} {i.upper()}" for i in ("hmma", "hgmma", "utchmma") if r[i]]
         row = f"| {r['name']} | {r['arch']} | {r['warps']} | {r['registers']} "

@@ -190,18 +190,29 @@ def test_a_step_that_waits_for_the_gpu_is_found(without_values, monkeypatch, wai
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("settings", "is_recorded"),
-    [({}, True), (dict(gradient_accumulation_steps=2), False), (dict(network="x"), False)],
+    ("settings", "alike", "is_recorded"),
+    [
+        ({}, False, True),
+        (dict(gradient_accumulation_steps=2), False, False),
+        (dict(network="x"), False, False),
+        (dict(network="x"), True, True),
+    ],
     ids=str,
 )
-def test_steps_on_a_gpu_are_recorded(recording, monkeypatch, compiled, settings, is_recorded):
-    """Whether they are compiled or not."""
+def test_steps_on_a_gpu_are_recorded(
+    recording, monkeypatch, compiled, settings, alike, is_recorded
+):
+    """Whether they are compiled or not.
+
+    alike: what a pretrained network says of its steps
+    """
     monkeypatch.setattr(compiling, "compile_parts", lambda run, in_background: False)
     engine = SimpleNamespace(world=1, dtype=torch.float32, call=run_eagerly, average=None)
     config = mdlm.Config(**settings)
     objective = SimpleNamespace(steps_are_alike=True)
     device = torch.device("cuda")
     run = SimpleNamespace(engine=engine, config=config, device=device, objective=objective)
+    run.model = SimpleNamespace(steps_are_alike=alike)
     compiling.compile_network(run, compiled)
     assert (engine.call is not run_eagerly) == is_recorded
     assert (engine.average is not None) == (is_recorded and not compiled)

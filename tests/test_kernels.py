@@ -19,6 +19,7 @@ from conftest import TINY, losses, run_mdlm, tiers
 
 import mdlm
 from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.reference import document_spans
 
 HERE = Path(__file__).parent
 FAST = "not slow and not long"
@@ -156,6 +157,28 @@ def test_auto_leaves_long_windows_to_pytorch(as_if, monkeypatch):
     assert kernels.attention_of_documents(None, spans=torch.zeros(1)) == "attention"
 
 
+def test_wide_heads_use_the_kernels_for_documents_and_blocks(as_if, monkeypatch):
+    """cuDNN is fast for whole texts; documents are an input of the kernels, not a dense mask."""
+    as_if(interpreter=True)
+    qkv = torch.randn(2, 12, 3, 1, 128, generator=torch.Generator().manual_seed(0))
+    spans = document_spans((torch.arange(12) % 5 == 4)[None])
+    wanted = kernels.attention_ref(qkv, None, None, True, spans=spans)
+    calls = []
+
+    def grouped(*args, **more):
+        calls.append(args)
+        return kernels.grouped_attention_ref(*args, **more)
+
+    monkeypatch.setattr(kernels, "grouped_attention", grouped)
+    ops = kernels.select("auto", "cpu", 128, T=4096)
+    for given in (spans, None):
+        torch.testing.assert_close(
+            ops.attention(qkv, None, None, True, spans=given),
+            wanted if given is not None else kernels.attention_ref(qkv, None, None, True),
+        )
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize(
     ("hip", "capability", "words"), [("6.4", (9, 4), "AMD"), (None, (7, 5), "capability 7.5")]
 )
@@ -230,7 +253,11 @@ def test_a_gpu_without_a_compiler_uses_pytorch(as_if, monkeypatch, capsys, compi
 
 @pytest.mark.parametrize(
     ("cases", "architectures"),
-    [("--one", {90}), pytest.param("--most", set(ARCHITECTURES), marks=pytest.mark.long)],
+    [
+        ("--one", {90}),
+        pytest.param("--grouped", {80, 90, 120}, marks=pytest.mark.slow),
+        pytest.param("--most", set(ARCHITECTURES), marks=pytest.mark.long),
+    ],
 )
 def test_kernels_compile_without_spills(cases, architectures):
     """Within shared memory, with tensor cores for products in 16 bits; slow: for all GPUs."""

@@ -1,5 +1,7 @@
 """What tokens of a library's network see: the masks it is given, and whether it obeys them.
 
+With our attention (attention.py) it is given spans in place of masks.
+
 The library takes a 4-D mask as it is, and drops the sliding window of its layers for it: so `masks`
 has the windows too. Networks ignore masks silently, and the numbers would be wrong: so `check`
 tries a network before it is used.
@@ -8,8 +10,8 @@ tries a network before it is used.
 import torch
 import torch.nn as nn
 
-from nanomdlm.kernels.reference import document_spans, is_visible
-from nanomdlm.support.networks import explain
+from nanomdlm.kernels.reference import block_spans, document_spans, is_visible, window_spans
+from nanomdlm.support.networks import attention, explain
 from nanomdlm.support.view import View
 
 N = 6  # tokens of the texts that `check` tries
@@ -53,6 +55,22 @@ def masks(view, windows):
             near = (distance < window if view.causal else distance <= window)[None]
             mask = near if mask is None else mask & near
         by_kind[kind] = None if mask is None else mask[:, None]
+    return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
+
+
+def spans(view, windows):
+    """What a View sees as spans (B or 1, 1, lines, T), for networks with our attention; as `masks`
+    otherwise. Not for causal Views, nor with a cache.
+
+    Windows are of places in the row: texts stand there in their order, with blocks twice.
+    """
+    T = view.ids.shape[1]
+    by_kind = {}
+    for kind, window in windows.items():
+        seen = view.sees
+        if window is not None and window < T:
+            seen = window_spans(seen, window, T, view.ids.device)
+        by_kind[kind] = None if seen is None else seen[:, None]
     return by_kind if len(by_kind) > 1 else next(iter(by_kind.values()))
 
 
@@ -115,6 +133,32 @@ def check(model):
             is_obeyed = seen.all() if free is not None else torch.equal(seen, itself)
             require(is_obeyed, "does not obey the sliding windows of its layers")
         model.windows = windows
+
+
+@torch.no_grad()
+def takes_spans(model):
+    """Whether a Pretrained that passed `check` computes the same with our attention, by trying.
+
+    Its weights become larger, so that scores differ by some units. Afterwards it has our attention.
+    """
+    model.eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, 0, 2 * p.shape[-1] ** -0.5)
+    at = torch.arange(N)
+    ids = torch.randint(model.vocab_size, (2, N), generator=torch.Generator().manual_seed(0))
+    documents = document_spans((at % 4 == 3)[None])
+    blocks = block_spans(N // 2, 2, at.device)
+    views = [View(ids, at), View(ids, at, documents), View(ids, at % (N // 2), blocks)]
+    model.windows = {kind: window and 1 for kind, window in model.windows.items()}
+    wanted = [model.features(view) for view in views]
+    attention.adopt(model.body)
+    model.has_our_attention = True
+    try:
+        found = [model.features(view) for view in views]
+    except Exception:  # the library raises errors of all kinds
+        return False
+    return all(map(are_close, found, wanted))
 
 
 def influence(model, view):

@@ -2,7 +2,7 @@
 
     ids      their embeddings are the library's inputs_embeds
     at       position_ids
-    sees     a 4-D mask (attention_masks.py)
+    sees     a 4-D mask, or spans where the network has our attention (attention_masks.py)
     causal   a triangular mask. Otherwise nothing is causal: is_causal=False in the config makes
              decoders of the library bidirectional
 
@@ -47,6 +47,7 @@ class Pretrained(nn.Module):
         self.network = replace(network, find_weight=None, adapted=None)
         self.body = body
         self.windows = attention_masks.windows_of(body.config)
+        self.has_our_attention = False  # attention.py
         self.head = None  # the weight of the head, unless it is the embedding's
         self.bias = None  # of the head
         self.in_body = dict(head=[], bias=[])  # the names that these have in the body
@@ -109,7 +110,20 @@ class Pretrained(nn.Module):
         """The weight of the head (rows, C); rows beyond V - 1 are never used."""
         return self.body.get_input_embeddings().weight if self.head is None else self.head
 
+    @property
+    def steps_are_alike(self):
+        """Whether training steps differ only in values, so that CUDA graphs can replay them.
+
+        Not with the library's own masks, for which it reads positions back from the GPU; nor if it
+        leaves out layers at random.
+        """
+        settings = self.body.config.to_dict()
+        has_layerdrop = any("layerdrop" in name and settings[name] for name in settings)
+        return self.has_our_attention and not has_layerdrop
+
     def masks(self, view):
+        if self.has_our_attention and not view.causal and view.cache is None:
+            return attention_masks.spans(view, self.windows)
         return attention_masks.masks(view, self.windows)
 
     def call_body(self, embedded, **inputs):

@@ -20,13 +20,23 @@ from types import SimpleNamespace
 
 import torch
 
+from nanomdlm.kernels.launch import warn
+from nanomdlm.kernels.operations import grouped_attention
 from nanomdlm.support.cli import files
 from nanomdlm.support.cli.networks import FILE
 from nanomdlm.support.data.chat import ChatTemplate
 from nanomdlm.support.data.sources import slices_of
 from nanomdlm.support.data.tokenizer import MASKS, describe
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.networks import attention_masks, explain, library, lora, remote_code, weights
+from nanomdlm.support.networks import (
+    attention,
+    attention_masks,
+    explain,
+    library,
+    lora,
+    remote_code,
+    weights,
+)
 from nanomdlm.support.networks.model import Pretrained
 
 FORMAT = "mdlm-network"
@@ -54,6 +64,7 @@ class Network:
     find_weight: object = None  # (names in the library, shape) -> tensor; None: random ones
     adapted: Pretrained | None = None  # with --lora: the first one built; others share its weights
     begin_id: int | None = None  # of the token before a text, once `fit` is told the tokenizer
+    takes_spans: bool | None = None  # whether it can have our attention; None: not tried yet
 
     @property
     def auto_class(self):
@@ -188,14 +199,33 @@ class Network:
             self.find_weight = lambda names, shape: torch.zeros(shape)
         return self
 
-    def try_out(self):
-        """Raise UserError unless tokens see what a View says, in a shallow network of this kind."""
+    def try_out(self, trial=attention_masks.check):
+        """Return what a trial says of a shallow network of this kind. By default: raise UserError
+        unless tokens see what a View says."""
         other = replace(self, config=weights.shallow(self.config))
         some = SimpleNamespace(shift=False)
         model = Pretrained(other, other.make_body(), some, self.config.vocab_size, None)
-        attention_masks.check(model)
+        result = trial(model)
         del model
         gc.collect()  # modules hold each other in circles: free the memory now, not later
+        return result
+
+    def gets_our_attention(self, config, ops):
+        """Whether `build` makes networks with our attention: that needs our kernels, heads that
+        they support, no dropout, and a network that computes the same with it, by a trial."""
+        if getattr(ops, "grouped_attention", None) is not grouped_attention:
+            return False
+        if config.dropout or self.code or not attention.is_for(self.config):
+            takes = "heads of 32, 64 and 128, no dropout, and no code of their own"
+            warn(f"attention of this network runs in PyTorch (SDPA): the kernels take {takes}")
+            return False
+        if self.takes_spans is None:
+            with torch.random.fork_rng(devices=[]):  # a run draws the same with and without it
+                self.takes_spans = self.try_out(attention_masks.takes_spans)
+            if not self.takes_spans:
+                why = "the kernels compute another one"
+                warn(f"attention of this network runs in PyTorch (SDPA): {why}")
+        return self.takes_spans
 
     def load(self):
         """The weights of `folder` as the library reads them, which knows their former names: a
@@ -228,6 +258,9 @@ class Network:
         with weights.on_meta() if self.find_weight else contextlib.nullcontext():
             body = self.make_body(config.dropout)
         model = Pretrained(self, body, config, V, ops)
+        if self.gets_our_attention(config, ops):
+            attention.adopt(body)
+            model.has_our_attention = True
         if config.lora:
             lora.add(model, config.lora, config.dropout)
         # What a network with adapters shares with the one before. With --shard the embedding is

@@ -19,13 +19,13 @@ WARM_UP = 3  # steps before the recording: they compile, and allocate the optimi
 def can_record(run):
     """Whether the steps of a run can be recorded: on one GPU, without accumulation.
 
-    They need not be compiled. Steps are not recorded that differ in more than numbers
-    (objective.steps_are_alike), nor those of pretrained networks.
+    They need not be compiled. Steps are not recorded that differ in more than numbers: those of
+    some objectives, and of pretrained networks without our attention (steps_are_alike).
     """
     config = run.config
     alone = run.engine.world == 1 and not config.shard and config.gradient_accumulation_steps == 1
-    is_ours = not config.network and run.objective.steps_are_alike
-    return is_ours and alone and run.device.type == "cuda"
+    alike = run.objective.steps_are_alike and (not config.network or run.model.steps_are_alike)
+    return alike and alone and run.device.type == "cuda"
 
 
 class Recorder:

@@ -47,7 +47,7 @@ LOSSES = 2.5e-4  # of the losses of training steps: 0.001 of about 4
 class Case:
     """A call of an operator, forward and backward: what of, in what type, for which GPU."""
 
-    kind: str  # attention, convolution, residual, head, masking, muon
+    kind: str  # a key of CALLS: attention, convolution, residual, head, masking, muon ...
     name: str  # what is special about it
     sizes: tuple  # what the function of this kind takes
     dtype: str
@@ -103,6 +103,26 @@ def attention(dtype, g, B, T, H, D, seen, norm, rotation):
     for i, name in enumerate(("dq", "dk", "dv")):
         parts[name] = tuple(x[:, :, i] for x in found["dqkv"])
     return parts
+
+
+def grouped_attention(dtype, g, B, T, H, G, D, seen, window):
+    """H heads of queries on G heads of keys, slices of one tensor; window: 0 for none."""
+    from nanomdlm.kernels import operations as kernels
+    from nanomdlm.kernels.reference import block_spans, window_spans
+
+    packed = (1.5 * torch.randn(B, T, H + 2 * G, D, generator=g)).to(dtype)
+    grad = torch.randn(B, T, H, D, generator=g).to(dtype)
+    spans = documents(B, T, g) if seen == "documents" else None
+    if isinstance(seen, int):
+        spans = block_spans(T // 2, seen, "cpu")
+    if window:
+        spans = window_spans(spans, window, T, "cpu")
+    functions = (kernels.grouped_attention, kernels.grouped_attention_ref)
+    functions = [lambda x, *more, f=f: f(*x.split((H, G, G), 2), *more) for f in functions]
+    found = compare(*functions, [packed], grad, (None, spans), ("out", "d"))
+    parts = {"out": found["out"]}
+    gradients = zip(*(d.split((H, G, G), 2) for d in found["d"]), strict=True)
+    return parts | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 def documents(B, T, g):
@@ -293,7 +313,8 @@ def beyond(size, multiple):
 
 def far_attention(launch):
     """One sample: the tensors follow those of earlier samples. Of prepare_kernel: tokens."""
-    tensors = {n: a.numel() for n, a in zip(launch.names, launch.args) if torch.is_tensor(a)}
+    given = zip(launch.names, launch.args, strict=True)
+    tensors = {n: len(a) * a.stride(0) for n, a in given if torch.is_tensor(a)}
     given = dict(zip(launch.names, launch.args, strict=True))
     if launch.kernel != "prepare_kernel":
         samples = beyond(tensors["lse"], 1)
@@ -350,6 +371,9 @@ OUTPUTS = dict(
     attention_dq_kernel={"delta", "dqkv"},
     attention_dkdv_kernel={"dqkv"},
     attention_backward_kernel={"dqkv"},
+    grouped_attention_forward_kernel={"out", "lse"},
+    grouped_attention_dq_kernel={"delta", "dq"},
+    grouped_attention_dkdv_kernel={"dk", "dv"},
     prepare_kernel={"qk"},
     norm_conv_forward_kernel={"y", "r"},
     norm_conv_backward_kernel={"dx", "dw"},
@@ -360,9 +384,9 @@ OUTPUTS = dict(
 IN_PLACE = dict(prepare_kernel={"dqkv"}, ce_chunk_kernel={"z_ptr"})
 UNWRITTEN = 0xA5  # each byte of what is only written, before a launch
 FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head, muon=far_muon)
-FAR |= dict(residual=far_residual)
+FAR |= {"residual": far_residual, "grouped attention": far_attention}
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking, muon=muon)
-CALLS |= dict(residual=residual)
+CALLS |= {"residual": residual, "grouped attention": grouped_attention}
 CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}
 
 
@@ -394,6 +418,16 @@ def calls():
         yield "attention", f"D={D} documents, odd T", (1, odd, 1, D, "documents", True, True), when
         yield "attention", f"D={D} blocks of 16, even T", (1, 128, 1, D, 16, whole, whole), size
         yield "attention", f"D={D} blocks of 15, odd T", (1, 150, 2, D, 15, True, True), "slow"
+    # B, T, heads, heads of keys, D, documents or length of blocks, window
+    grouped = "grouped attention"
+    yield grouped, "D=128 documents, window", (1, 70, 2, 1, 128, "documents", 9), "quick"
+    yield grouped, "D=128 blocks of 15, odd T", (1, 90, 2, 1, 128, 15, 0), "slow"
+    yield grouped, "D=128 blocks of 16, window", (1, 128, 3, 1, 128, 16, 20), "all"
+    yield grouped, "D=128 even T", (1, 128, 2, 2, 128, None, 0), "slow"
+    yield grouped, "D=128 odd T", (2, 43, 4, 2, 128, None, 0), "all"
+    yield grouped, "D=64 documents", (2, 130, 2, 1, 64, "documents", 0), "slow"
+    yield grouped, "D=64 blocks of 16, window", (1, 128, 2, 1, 64, 16, 20), "all"
+    yield grouped, "D=32 window", (1, 130, 4, 1, 32, None, 9), "all"
     yield "convolution", "C=96 K=5", (2, 19, 96, 5, False, False), "slow"
     yield "convolution", "C=96 K=5, documents", (2, 37, 96, 5, False, True), "quick"
     yield "convolution", "C=384 K=5, documents", (1, 33, 384, 5, False, True), "all"
@@ -425,6 +459,8 @@ def calls():
     yield "far offsets", "attention", ("attention", *sizes), "slow"
     sizes = (1, 70, 1, 64, None, True, True)  # on sm_90, the backward of one kernel
     yield "far offsets", "attention without spans", ("attention", *sizes), "slow"
+    sizes = (1, 70, 2, 1, 128, "documents", 9)
+    yield "far offsets", grouped, (grouped, *sizes), "slow"
     yield "far offsets", "convolution", ("convolution", 2, 19, 96, 5, False, True), "slow"
     yield "far offsets", "residual", ("residual", 1, 19, 96, 2**-16), "slow"
     yield "far offsets", "head", ("head", 1000, 3, torch.int64), "slow"
@@ -449,11 +485,12 @@ def all_cases():
 
 def rank(when, kind, name, dtype, arch):
     """When a case runs: bfloat16 on each GPU, the other types and the integers on one of them."""
-    has_products = kind in ("attention", "muon", "training")
+    has_products = kind in ("attention", "grouped attention", "muon", "training")
     main = arch if has_products or when == "quick" else 90
     if dtype != "bf16":
         main = 80 if dtype == "fp16" else 120
         is_typical = name in ("D=64 odd T", "D=64 blocks of 16, even T", "C=96 K=5", "V=1000")
+        is_typical |= name == "D=128 documents, window"
         when = max(when, "slow" if is_typical else "all", key=ORDER.index)
     if arch != main:
         return when if has_products else "all"

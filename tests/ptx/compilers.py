@@ -63,7 +63,7 @@ def judge(results):
 def is_allowed(name, version, arch):
     """Whether `select` lets this kernel run with this version on this GPU."""
     distrusted = distrusts_attention(version, (arch // 10, arch % 10))
-    return not (distrusted and name.startswith("attention"))
+    return not (distrusted and "attention" in name)
 
 
 def main():

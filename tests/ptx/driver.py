@@ -24,7 +24,8 @@ from .program import Program, run_grid
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes, of a program
 INSTALLED = []  # the Driver of this process
-OPERATORS = ("attention", "convolution", "cross_entropy", "masking", "newton_schulz", "residual")
+OPERATORS = ("attention", "convolution", "cross_entropy", "grouped_attention", "masking")
+OPERATORS += ("newton_schulz", "residual")
 
 
 parse = functools.cache(Program)
@@ -34,14 +35,19 @@ def describe(kernel, types, constants, warps, stages):
     """What was compiled, as text: equal for tests/aot.py and for a launch here if the code is.
 
     kernel: its name; types: argument -> type as Triton writes it, such as "*bf16"
-    constants: argument -> value. That of H, the number of heads, is left out: calls in the emulator
-    have fewer heads than a model, and it is only a factor of offsets
+    constants: argument -> value. Those of H and G, the numbers of heads, are left out: calls in the
+    emulator have fewer heads than a model, and they are only factors of offsets, and a loop's count
 
     Which numbers and addresses are multiples of 16 is left out, too.
     """
     parts = [f"{name}: {kind}" for name, kind in types.items() if kind.startswith("*")]
-    parts += [f"{name}={value}" for name, value in constants.items() if name != "H"]
+    parts += [f"{name}={value}" for name, value in constants.items() if name not in ("H", "G")]
     return f"{kernel}({', '.join(sorted(parts))}), {warps} warps, {stages} stages"
+
+
+def duplicate(x):
+    """A copy with the same strides, on which the kernel's arguments depend."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
 
 
 @dataclasses.dataclass
@@ -57,7 +63,7 @@ class Launch:
 
     def copy(self):
         """The same launch, with copies of the tensors as they are now."""
-        args = [a.clone() if torch.is_tensor(a) else a for a in self.args]
+        args = [duplicate(a) if torch.is_tensor(a) else a for a in self.args]
         return dataclasses.replace(self, args=args)
 
     def run(self, ptx=None, first=0, shifts=()):

@@ -44,6 +44,7 @@ FUSED = "attention, backward of one kernel"  # on sm_90 alone; of its launches, 
 CALLS = {
     "attention": (1, 70, 1, 64, "documents", True, True),
     FUSED: (1, 70, 1, 64, None, False, False),
+    "grouped attention": (1, 70, 2, 1, 128, "documents", 9),
     "convolution": (1, 19, 96, 5, False, True),
     "head": (1000, 3, torch.int64),
     "masking": (2, 63, torch.int64, True),

@@ -215,6 +215,26 @@ residual.py: all programs drop the same
 -tl.program_id(0) * (TILE // 8) + tl.arange
 +tl.arange
 
+grouped_attention.py: another head of keys
+-g = h // (H // G)
++g = h % G
+
+grouped_attention.py: a head of the group is left out
+-(g + 1) * GROUP)
++(g + 1) * GROUP - 1)
+
+grouped_attention.py: wrong stride: V
+-v += b * T * v_stride
++v += b * T * k_stride
+
+grouped_attention.py: wrong stride: dK
+-dk + b * T * G * D
++dk + b * T * H * D
+
+grouped_attention.py: int32 offset: sample
+-tl.store(lse + (b * H + h) * T
++tl.store(lse + (b.to(tl.int32) * H + h) * T
+
 residual.py: the offset has no effect
 -zero + offset, group
 +zero, group
@@ -225,6 +245,7 @@ residual.py: what is kept is not scaled
 """
 KINDS = {"attention.py": "attention", "cross_entropy.py": "head", "masking.py": "masking"}
 KINDS |= {"convolution.py": "convolution", "residual.py": "residual"}
+KINDS |= {"grouped_attention.py": "grouped attention"}
 
 
 def parse(text):

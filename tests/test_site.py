@@ -16,7 +16,6 @@ from urllib.parse import urlencode
 import pytest
 import torch
 from conftest import ROOT
-from webdriver import Browser
 
 import export
 import mdlm
@@ -174,14 +173,6 @@ def served(site):
     yield f"http://127.0.0.1:{server.server_port}/lessons/"
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    b = Browser()
-    b.call("/timeouts", script=60_000)
-    yield b
-    b.close()
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import export
+import mdlm
 from nanomdlm.support.cli import entry, environment
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.web import live_page
 from nanomdlm.support.web.viewer import TAGS, bundle, read_asset
 
 LESSONS = ROOT / "lessons"
@@ -272,6 +274,20 @@ def make_script():
     return f'"use strict";\nconst WORKER = {worker};\n{common}{each}start();\n'
 
 
+def write_gpt(out, folder):
+    """Write the network of an autoregressive run for the widget in which it races."""
+    model, tokenizer, config = mdlm.load(folder, kernel="torch")
+    if config.objective != "ar" or tokenizer.kind != "char":
+        raise UserError(f"--gpt={folder} is not a run of characters with --objective=ar")
+    contents, about = live_page.pack(model, "int8")
+    about |= dict(vocab=tokenizer.vocab, files=live_page.checksums(contents))
+    about["parameters"] = sum(p.numel() for p in model.parameters()) / 1e6
+    (out / "gpt").mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (out / "gpt" / name).write_bytes(content)
+    (out / "gpt" / "about.json").write_text(json.dumps(about), encoding="utf-8")
+
+
 def write_site(out, page):
     """Write all pages, notebooks and scripts; page: the folder of the live page."""
     install_katex()
@@ -301,6 +317,8 @@ def main(argv):
     parser.add_argument("--out", default="site", help="folder to write; its old pages are replaced")
     about = "folder of a page that export.py --to=page wrote; without it, OUT/page is made"
     parser.add_argument("--page", help=about)
+    about = "autoregressive run that races against the model in lesson 7"
+    parser.add_argument("--gpt", default=LESSONS / "gpt", help=about)
     args = parser.parse_args(argv)
     missing = [pip for name, pip in PACKAGES.items() if not environment.is_installed(name)]
     if missing:
@@ -314,6 +332,7 @@ def main(argv):
         code = export.main(["--to=page", f"--out_dir={weights}", f"--dest={page}"])
         if code:
             return code
+    write_gpt(out, args.gpt)
     site = write_site(out, page)
     print(f"{out}: {len(site.todo)} pages and files; python -m http.server -d {out} shows them")
     return 0

@@ -109,7 +109,9 @@ def typeset(body):
     if run.returncode:
         raise UserError(f"KaTeX: {run.stderr.strip()[-300:]}")
     done = iter(json.loads(run.stdout))
-    return re.sub(r'<math class="\w+">.*?</math>', lambda _: next(done), body, flags=re.S)
+    place = r'<math class="\w+">.*?</math>([,.;:)]*)'  # no line begins with a comma
+    tie = '<span class="tie">{}{}</span>'
+    return re.sub(place, lambda at: tie.format(next(done), at[1]), body, flags=re.S)
 
 
 def color(code, language, _attributes=""):
@@ -120,6 +122,8 @@ def color(code, language, _attributes=""):
 
     lexer = get_lexer_by_name(language or "text", stripnl=False)
     colored = pygments.highlight(code, lexer, HtmlFormatter(nowrap=True))
+    if language == "sh":  # lines wrap, but not between the hyphens of a flag
+        colored = re.sub(r"--\w+", r'<span class="tie">\g<0></span>', colored)
     return f'<pre class="{html.escape(language) or "output"}"><code>{colored}</code></pre>\n'
 
 

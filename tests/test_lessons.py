@@ -463,6 +463,12 @@ def test_the_reverse_process_of_a_reader_writes_a_text(run_program):
     assert printed.startswith("--- 2 steps\nROMEO:\n") and len(printed) > 250
 
 
+def test_seconds_of_lesson_11_are_of_whole_texts_and_of_blocks(run_program):
+    calls = "T: (8, 16, 32, 64), 16: (32, 64), 4: (64,), 1: (T,)"
+    printed = run_program("seconds", replace=(calls, "T: (2,), 128: (2,)"))
+    assert re.fullmatch(r"(blocks of \d+,   2 calls: \d\.\d\d s\n){2}", printed)
+
+
 def test_models_of_lesson_0_run_and_neighbors_know_more(run_program, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 200)

@@ -79,12 +79,12 @@ define("gpt-race", {
   title: "A GPT and a diffusion model",
   about: "Both have read the same plays. The GPT writes from left to right, one character in each call; the diffusion " +
     "model writes anywhere, in as many calls as you choose. Type an ending, too: only the diffusion model sees it.",
-  fields: {text: "ROMEO:\nMy lord, ", end: "", length: 96, calls: 24, order: "corrected", seed: 1},
+  fields: {text: "ROMEO:\nMy lord, ", end: "\n\nJULIET:", length: 96, calls: 24, order: "corrected", seed: 1},
   needsModel: true,
   build(widget) {
     const {values} = widget;
     widget.text("text", "beginning", {rows: 2, maxLength: 100});
-    widget.text("end", "ending", {maxLength: 50, placeholder: "(none)"});
+    widget.text("end", "ending", {rows: 3, maxLength: 50, placeholder: "(none)"});
     widget.range("length", "new characters", 8, 96, 8);
     widget.range("calls", "calls of the diffusion model", 1, 96);
     widget.choice("order", "its sampler", {corrected: "with corrections (lesson 8)", random: "plain, in random order"});

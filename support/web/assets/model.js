@@ -20,7 +20,8 @@ async function load(name, report) {
   report(name, 0);
   try {
     wait();
-    answer = await fetch(new URL(name, about.place), {cache: "no-cache", signal: stop.signal});  // not an older export's
+    const place = about.network?.includes(name) ? "" : about.place;
+    answer = await fetch(place + name, {cache: "no-cache", signal: stop.signal});  // not an older export's
     const reader = answer.body.getReader();
     for (let part; answer.ok && (part = (await reader.read()).value); wait()) {
       if (found + part.length <= size) bytes.set(part, found);

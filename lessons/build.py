@@ -34,6 +34,7 @@ PACKAGES |= {"pygments": "pygments", "nbformat": "nbformat"}
 KATEX = WIDGETS / "node_modules" / "katex" / "dist"
 COPIED = {".png", ".svg", ".ipynb", ".jsonl"}  # what a browser shows or saves as it is
 HOOK = re.compile(r"<!-- widget: ([\w-]+) -->")
+INLINE = re.compile(r'(?<!">)<code>[^<]*</code>')  # in a text, not a block
 # A sentence before a block of Python that says into which file it goes, or its first line.
 SAVED = re.compile(
     r"(?:[Ss]ave (?:this|it) as|in\s+a\s+file)\s+`((?:\w+/)?\w+\.py)`[^`]*(?:`[^`]*`[^`]*)*\Z"
@@ -122,9 +123,14 @@ def color(code, language, _attributes=""):
 
     lexer = get_lexer_by_name(language or "text", stripnl=False)
     colored = pygments.highlight(code, lexer, HtmlFormatter(nowrap=True))
-    if language == "sh":  # lines wrap, but not between the hyphens of a flag
-        colored = re.sub(r"--\w+", r'<span class="tie">\g<0></span>', colored)
+    if language == "sh":
+        colored = tie_flags(colored)  # its lines wrap
     return f'<pre class="{html.escape(language) or "output"}"><code>{colored}</code></pre>\n'
+
+
+def tie_flags(code):
+    """HTML of code that is never broken between the hyphens of a flag and its name."""
+    return re.sub(r"--\w+", r'<span class="tie">\g<0></span>', code)
 
 
 class Site:
@@ -167,6 +173,7 @@ class Site:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".md":
             body = typeset(self.markdown.render(text))
+            body = INLINE.sub(lambda code: tie_flags(code[0]), body)
             return HOOK.sub(r'<div class="widget" data-widget="\1"></div>', body)
         language = {".py": "python", ".sh": "sh", ".toml": "toml", ".yml": "yaml"}.get(path.suffix)
         return f"<h1>{path.relative_to(ROOT)}</h1>\n{color(text, language or '')}"

@@ -21,8 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import export
+import mdlm
 from nanomdlm.support.cli import entry, environment
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.web import live_page
 from nanomdlm.support.web.viewer import TAGS, bundle, read_asset
 
 LESSONS = ROOT / "lessons"
@@ -32,6 +34,7 @@ PACKAGES |= {"pygments": "pygments", "nbformat": "nbformat"}
 KATEX = WIDGETS / "node_modules" / "katex" / "dist"
 COPIED = {".png", ".svg", ".ipynb", ".jsonl"}  # what a browser shows or saves as it is
 HOOK = re.compile(r"<!-- widget: ([\w-]+) -->")
+INLINE = re.compile(r'(?<!">)<code>[^<]*</code>')  # in a text, not a block
 # A sentence before a block of Python that says into which file it goes, or its first line.
 SAVED = re.compile(
     r"(?:[Ss]ave (?:this|it) as|in\s+a\s+file)\s+`((?:\w+/)?\w+\.py)`[^`]*(?:`[^`]*`[^`]*)*\Z"
@@ -107,7 +110,9 @@ def typeset(body):
     if run.returncode:
         raise UserError(f"KaTeX: {run.stderr.strip()[-300:]}")
     done = iter(json.loads(run.stdout))
-    return re.sub(r'<math class="\w+">.*?</math>', lambda _: next(done), body, flags=re.S)
+    place = r'<math class="\w+">.*?</math>([,.;:)]*)'  # no line begins with a comma
+    tie = '<span class="tie">{}{}</span>'
+    return re.sub(place, lambda at: tie.format(next(done), at[1]), body, flags=re.S)
 
 
 def color(code, language, _attributes=""):
@@ -118,7 +123,14 @@ def color(code, language, _attributes=""):
 
     lexer = get_lexer_by_name(language or "text", stripnl=False)
     colored = pygments.highlight(code, lexer, HtmlFormatter(nowrap=True))
+    if language == "sh":
+        colored = tie_flags(colored)  # its lines wrap
     return f'<pre class="{html.escape(language) or "output"}"><code>{colored}</code></pre>\n'
+
+
+def tie_flags(code):
+    """HTML of code that is never broken between the hyphens of a flag and its name."""
+    return re.sub(r"--\w+", r'<span class="tie">\g<0></span>', code)
 
 
 class Site:
@@ -161,6 +173,7 @@ class Site:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".md":
             body = typeset(self.markdown.render(text))
+            body = INLINE.sub(lambda code: tie_flags(code[0]), body)
             return HOOK.sub(r'<div class="widget" data-widget="\1"></div>', body)
         language = {".py": "python", ".sh": "sh", ".toml": "toml", ".yml": "yaml"}.get(path.suffix)
         return f"<h1>{path.relative_to(ROOT)}</h1>\n{color(text, language or '')}"
@@ -272,6 +285,20 @@ def make_script():
     return f'"use strict";\nconst WORKER = {worker};\n{common}{each}start();\n'
 
 
+def write_gpt(out, folder):
+    """Write the network of an autoregressive run for the widget in which it races."""
+    model, tokenizer, config = mdlm.load(folder, kernel="torch")
+    if config.objective != "ar" or tokenizer.kind != "char":
+        raise UserError(f"--gpt={folder} is not a run of characters with --objective=ar")
+    contents, about = live_page.pack(model, "int8")
+    about |= dict(vocab=tokenizer.vocab, files=live_page.checksums(contents))
+    about["parameters"] = sum(p.numel() for p in model.parameters()) / 1e6
+    (out / "gpt").mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (out / "gpt" / name).write_bytes(content)
+    (out / "gpt" / "about.json").write_text(json.dumps(about), encoding="utf-8")
+
+
 def write_site(out, page):
     """Write all pages, notebooks and scripts; page: the folder of the live page."""
     install_katex()
@@ -301,6 +328,8 @@ def main(argv):
     parser.add_argument("--out", default="site", help="folder to write; its old pages are replaced")
     about = "folder of a page that export.py --to=page wrote; without it, OUT/page is made"
     parser.add_argument("--page", help=about)
+    about = "autoregressive run that races against the model in lesson 7"
+    parser.add_argument("--gpt", default=LESSONS / "gpt", help=about)
     args = parser.parse_args(argv)
     missing = [pip for name, pip in PACKAGES.items() if not environment.is_installed(name)]
     if missing:
@@ -314,6 +343,7 @@ def main(argv):
         code = export.main(["--to=page", f"--out_dir={weights}", f"--dest={page}"])
         if code:
             return code
+    write_gpt(out, args.gpt)
     site = write_site(out, page)
     print(f"{out}: {len(site.todo)} pages and files; python -m http.server -d {out} shows them")
     return 0

@@ -122,22 +122,45 @@ def check_mask(mask):
 
 # ---- 2: the loss
 # Detects: dividing by the batch's masked count or by all tokens, unmasked tokens scored, sums in
-# place of means, base 2, probabilities taken for logits, a float without gradient.
-def check_loss(loss):
+# place of means, no mean over texts, base 2, probabilities taken for logits, a float without
+# gradient, logits that cross_entropy reads the wrong way round.
+def check_loss(answer):
+    def loss(*given):
+        try:
+            value = answer(*given)
+        except RuntimeError as e:
+            hint = "F.cross_entropy takes the V logits of a token in dimension 1: give it logits.mT"
+            demand("target size" not in str(e), hint)
+            raise
+        n = value.numel() if isinstance(value, torch.Tensor) else 1
+        demand(n == 1, f"loss returns {n} numbers; the last step is the mean over the sequences")
+        return value
+
     p = torch.full((1, 4, 5), 0.025)
     x0 = torch.tensor([[0, 1, 2, 3]])
     p[0, range(4), x0[0]] = torch.tensor([0.9, 0.9, 0.9, 0.2])
     xt = torch.tensor([[9, 9, 9, 3]])
+    each = math.log(1 / 0.9)
+    value = number(loss(p.log(), x0, xt, 9), "loss")
+    for wrong, why in ((3 * each, "a sum: divide it"), (3 * each / 4, "divided by all 4: divide")):
+        demand(abs(value - wrong) > 1e-4, f"{value:.4f} is {why} by the 3 masked tokens")
     hint = "the three masked tokens have probability 0.9 each, so the mean is ln(1 / 0.9)"
-    close(loss(p.log(), x0, xt, 9), math.log(1 / 0.9), "the loss of the lesson's example", hint)
+    close(value, each, "the loss of the lesson's example", hint)
     logits = torch.randn(2, 4, 5, requires_grad=True)
     x0 = torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]])
     xt = torch.tensor([[9, 1, 2, 3], [9, 9, 1, 9]])
     ce = -logits.detach().log_softmax(-1).gather(-1, x0[..., None])[..., 0]
-    wanted = (ce[0, 0] + (ce[1, 0] + ce[1, 1] + ce[1, 3]) / 3) / 2
-    hint = "first the mean of each sequence over its own masked tokens, then the mean of sequences"
+    texts = ce[0, 0].item(), ce[1, [0, 1, 3]].mean().item()
     value = loss(logits, x0, xt, 9)
-    close(value, wanted.item(), "with 1 and 3 masked tokens the loss", hint)
+    found = number(value, "loss")
+    for wrong, why in (
+        ((texts[0] + 3 * texts[1]) / 4, "divides by the masked tokens of the batch"),
+        (sum(texts), "is the sum over the sequences"),
+    ):
+        hint = "take the mean of each sequence over its own masked tokens, then their mean"
+        demand(abs(found - wrong) > 1e-4, f"with 1 and 3 masked tokens the loss {why}: {hint}")
+    hint = "first the mean of each sequence over its own masked tokens, then the mean of sequences"
+    close(found, sum(texts) / 2, "with 1 and 3 masked tokens the loss", hint)
     good = isinstance(value, torch.Tensor) and value.requires_grad
     demand(good, "the loss has no gradient; return a tensor, without .item() or .detach()")
     return "the mean over sequences of the mean cross-entropy over masked tokens, 0.1054 by hand"

@@ -326,3 +326,14 @@ def unknown_flags(program, words):
     mode = words[0] if program == "bench" and words and words[0].isalpha() else ""
     named = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
     return named - flags_of(program, mode) - {"help", ""}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium, for the tests of a module."""
+    from webdriver import Browser
+
+    found = Browser()
+    found.call("/timeouts", script=60_000)
+    yield found
+    found.close()

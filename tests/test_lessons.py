@@ -71,6 +71,9 @@ WRONG = {
         "own",
     ),
     "all tokens scored": ("loss", "hidden = xt == mask_id", "hidden = xt > -1", "ln(1 / 0.9)"),
+    "logits the wrong way round": ("loss", "logits.mT", "logits", "logits.mT"),
+    "a number for each text": ("loss", ".mean()", "", "2 numbers"),
+    "a sum over masks": ("loss", " / hidden.sum(1)", "", "is a sum"),
     "no gradient": ("loss", ".mean()", ".mean().item()", "gradient"),
     "not scaled": ("network", " / q.shape[-1] ** 0.5", "", "not divided"),
     "a softmax over queries": ("network", ".softmax(-1)", ".softmax(-2)", "each key"),
@@ -458,6 +461,12 @@ def test_program_prints_nearly_what_the_lesson_shows(name, run_program):
 def test_the_reverse_process_of_a_reader_writes_a_text(run_program):
     printed = run_program("try_reverse", replace=("(8, 256)", "(2,)"))
     assert printed.startswith("--- 2 steps\nROMEO:\n") and len(printed) > 250
+
+
+def test_seconds_of_lesson_11_are_of_whole_texts_and_of_blocks(run_program):
+    calls = "T: (8, 16, 32, 64), 16: (32, 64), 4: (64,), 1: (T,)"
+    printed = run_program("seconds", replace=(calls, "T: (2,), 128: (2,)"))
+    assert re.fullmatch(r"(blocks of \d+,   2 calls: \d\.\d\d s\n){2}", printed)
 
 
 def test_models_of_lesson_0_run_and_neighbors_know_more(run_program, tmp_path):

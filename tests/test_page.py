@@ -20,7 +20,6 @@ import test_proofreading
 import torch
 from conftest import ROOT, Toy
 from test_export import save
-from webdriver import Browser
 
 import export
 import mdlm
@@ -588,14 +587,6 @@ def tiny(tmp_path_factory):
     save(folder / "out", LETTERS, block_size=32)
     checkpoint.calibrate(folder / "out" / "step-1", dict(temperature=1.5, source="none"))
     return build(folder / "page", f"--out_dir={folder / 'out'}")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    b = Browser()
-    b.call("/timeouts", script=60_000)
-    yield b
-    b.close()
 
 
 def visit(browser, folder, fragment=""):

@@ -3,11 +3,9 @@
 import json
 import re
 import time
-from contextlib import closing
 
 import pytest
 from conftest import ROOT
-from webdriver import Browser
 
 import mdlm
 import sample
@@ -144,12 +142,6 @@ def test_examples_are_texts_that_the_model_knows():
 
 
 # ---- In headless Chromium
-@pytest.fixture(scope="module")
-def browser():
-    with closing(Browser()) as found:
-        yield found
-
-
 @pytest.fixture
 def page(browser, server):
     visit(browser, server)

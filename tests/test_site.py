@@ -16,7 +16,6 @@ from urllib.parse import urlencode
 import pytest
 import torch
 from conftest import ROOT
-from webdriver import Browser
 
 import export
 import mdlm
@@ -37,6 +36,7 @@ WIDGETS = {
     "mask-rate": "1_*",
     "you-are-the-model": "2_*",
     "two-orders": "6_*",
+    "gpt-race": "7_*",
     "race": "8_*",
     "search-tree": "9_*",
     "who-sees-whom": "11_*",
@@ -149,6 +149,8 @@ def test_what_is_missing_is_one_sentence(monkeypatch, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "pip install nbformat" in error
     assert not (tmp_path / "site").exists()
+    with pytest.raises(UserError, match="--objective=ar"):
+        build.write_gpt(tmp_path, ROOT / "weights" / "shakespeare")
 
 
 # ---- In headless Chromium
@@ -168,20 +170,13 @@ def served(site):
     assert entry.run(export.main, ["--to=page", f"--out_dir={weights}", f"--dest={page}"]) == 0
     for path in page.iterdir():
         path.rename(site.parent / path.name)
+    build.write_gpt(site, LESSONS / "gpt")
     handler = functools.partial(Quiet, directory=str(site.parent))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/lessons/"
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    b = Browser()
-    b.call("/timeouts", script=60_000)
-    yield b
-    b.close()
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +311,26 @@ def test_two_orders_are_chain_rules_of_one_text(browser, served, network):
     mean = -math.log(sum(math.exp(-t) for t in found) / 2)
     assert float(data["mean"]) == pytest.approx(mean, abs=1e-6)
     assert float(data["mean"]) <= float(data["bound"]) == pytest.approx(sum(found) / 2)
+
+
+@slow
+def test_gpt_writes_likely_text_and_sees_no_ending(browser, served):
+    lanes = f"[...{view('gpt-race')}.querySelectorAll('.lanes > li')]"
+    begin, end = "ROMEO:\nMy ", " your throne."
+    found = []
+    for ending in ("", end):
+        asked = dict(text=begin, end=ending, length=48, calls=6, seed=3)
+        visit(browser, served, "gpt-race", **asked)
+        assert browser.js(f"{lanes}.map(l => Number(l.dataset.calls))") == [48, 6]
+        found.append(browser.js(f"{lanes}.map(l => l.querySelector('pre').textContent)"))
+    (gpt, diffusion), others = found
+    assert others[0] == gpt + end and others[1] != diffusion + end and others[1].endswith(end)
+    assert all(len(text) == len(begin) + 48 and text.startswith(begin) for text in (gpt, diffusion))
+    model, tokenizer, _ = mdlm.load(LESSONS / "gpt")
+    ids = torch.tensor(tokenizer.encode(gpt))
+    with torch.no_grad():
+        logp = model(ids[None])[0].log_softmax(-1)[range(len(ids)), ids]
+    assert -logp[len(begin) :].mean() < 2.2  # its NLL is 1.44; knowing nothing costs 4.17
 
 
 @slow

@@ -24,22 +24,20 @@ def show(x):
 
 
 def compute_loss(model, x0):
-    """Mask 1 to T characters of each text, and ask the model for them."""
-    l = torch.randint(1, T + 1, (len(x0), 1))  # how many, for each text  # noqa: E741
-    hide = torch.rand(x0.shape).argsort(1) < l  # which ones
+    """Hide a share of each text, from one character in T to all, and ask the model for these."""
+    share = torch.randint(1, T + 1, (len(x0), 1)) / T  # of each text
+    hide = torch.rand(x0.shape) < share  # each character, as if by the toss of a coin
     logits = model(torch.where(hide, MASK, x0))  # (B, T, V)
     ce = F.cross_entropy(logits.mT, x0, reduction="none")  # (B, T): minus log of the truth's chance
-    return (ce * hide / l).sum(1).mean()  # the mean over the masks of a text, then over texts
+    return (ce * hide / share).mean()  # where few are hidden, each of them counts more
 
 
 @torch.no_grad()
-def generate(model, x, steps=64):
-    """Replace the masks of x (B, T) little by little by what the model draws."""
-    for s in range(steps, 0, -1):
-        p = model(x).softmax(-1)  # (B, T, V)
-        drawn = torch.multinomial(p.flatten(0, 1), 1).view(x.shape)
-        now = (x == MASK) & (torch.rand(x.shape) < 1 / s)
-        x = torch.where(now, drawn, x)
+def generate(model, x):
+    """Replace the masks of x (B, T) one after another, in random order, by what the model draws."""
+    for place in torch.randperm(T):
+        p = model(x).softmax(-1)[:, place]  # (B, V): the probability of each character there
+        x[:, place] = torch.multinomial(p, 1)[:, 0]
     return x
 
 

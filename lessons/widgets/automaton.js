@@ -70,7 +70,7 @@ define("automaton", {
       }
       const press = c => { typed.value = values.text + c; typed.dispatchEvent(new Event("input")); };
       const here = path.at(-1), ways = wrong < 0 ? waysOf(next[here]) : [];
-      widget.view.replaceChildren(drawing({next, accepts}, path, wrong));
+      widget.view.replaceChildren(drawing({next, accepts}, path, wrong, widget.view.clientWidth));
       if (ways.length) widget.view.append(h("p", {className: "ways"}, "next: ", ways.flatMap(([, all]) => all).slice(0, 12)
         .map(c => h("button", {type: "button", className: "quiet", onclick: () => press(c)}, shown(c))), ways.flatMap(([, all]) => all).length > 12 ? " …" : ""));
       Object.assign(widget.view.dataset, {path: JSON.stringify(path), states: next.length, wrong, matches: wrong < 0 && accepts[here]});
@@ -89,28 +89,41 @@ function waysOf(ways) {
   return [...found];
 }
 
-// States in columns by their distance from the first; ways forward are lines, all others curves below.
-function drawing({next, accepts}, path, wrong) {
+// States in columns by their distance from the first, or in rows if the columns need more than `room` pixels. Ways forward
+// are lines, all others curves below (or beside).
+function drawing({next, accepts}, path, wrong, room) {
   const depth = new Map([[0, 0]]), todo = [0];
   for (const q of todo) for (const [to] of waysOf(next[q])) if (!depth.has(to)) { depth.set(to, depth.get(q) + 1); todo.push(to); }
   const columns = [];
   for (const [q, d] of depth) (columns[d] ??= []).push(q);
   const tall = Math.max(...columns.map(column => column.length)), R = 17, W = 112, H = 74;
   const hasLoop = next.some((ways, q) => waysOf(ways).some(([to]) => to === q));
-  const top = hasLoop ? 42 : 12, height = top + tall * H + 12, width = columns.length * W - W + 2 * R + 60;
+  const long = columns.length * W - W + 2 * R + 60, isUpright = room < .75 * long;
+  const top = hasLoop && !isUpright ? 42 : 12, height = isUpright ? columns.length * H + 12 : top + tall * H + 12;
+  const width = isUpright ? Math.max(room, tall * W + 2 * W) : long;
   const place = q => {
-    const column = columns[depth.get(q)], k = column.indexOf(q);
-    return [30 + R + depth.get(q) * W, top + (tall - column.length) * H / 2 + k * H + H / 2];
+    const column = columns[depth.get(q)], k = column.indexOf(q), side = (tall - column.length) / 2 + k + 1 / 2;
+    return isUpright ? [width / 2 + (side - tall / 2) * W, top + depth.get(q) * H + R]
+      : [30 + R + depth.get(q) * W, top + side * H];
   };
   const isUsed = (q, to) => path.some((at, i) => at === q && path[i + 1] === to);
   const edges = next.flatMap((ways, q) => waysOf(ways).map(([to, characters]) => {
     const [x1, y1] = place(q), [x2, y2] = place(to), label = inShort(characters, VOCAB), lit = isUsed(q, to) ? "lit" : "";
     let d, x = (x1 + x2) / 2, y = (y1 + y2) / 2 - 6;
-    if (q === to) {
+    if (isUpright && q === to) {
+      [x, y] = [x1 + R + 34, y1 + 5];
+      d = `M${x1 + R - 2} ${y1 - 8} C${x1 + R + 26} ${y1 - 24} ${x1 + R + 26} ${y1 + 24} ${x1 + R - 1} ${y1 + 8}`;
+    } else if (q === to) {
       [d, y] = [`M${x1 - 8} ${y1 - R + 2} C${x1 - 26} ${y1 - R - 30} ${x1 + 26} ${y1 - R - 30} ${x1 + 8} ${y1 - R + 2}`, y1 - R - 26];
     } else if (depth.get(to) === depth.get(q) + 1) {
       const length = Math.hypot(x2 - x1, y2 - y1), ux = (x2 - x1) / length, uy = (y2 - y1) / length;
       d = `M${x1 + ux * R} ${y1 + uy * R} L${x2 - ux * (R + 4)} ${y2 - uy * (R + 4)}`;
+    } else if (isUpright && y1 === y2) {
+      const side = Math.sign(x2 - x1);
+      [d, y] = [`M${x1 + side * R} ${y1} Q${x} ${y1 + 36} ${x2 - side * (R + 4)} ${y2}`, y1 + 24];
+    } else if (isUpright) {
+      const bend = Math.max(x1, x2) + W * .8;
+      [d, x, y] = [`M${x1 + R} ${y1} Q${bend} ${y} ${x2 + R + 4} ${y2}`, (x1 + x2) / 4 + bend / 2 + 12, y + 10];
     } else {
       const bend = Math.max(y1, y2) + H * .62;
       [d, y] = [`M${x1} ${y1 + R} Q${x} ${bend + 18} ${x2} ${y2 + R + 4}`, (y1 + y2) / 4 + R / 2 + (bend + 18) / 2 + 12];

@@ -47,8 +47,9 @@ export function bars(logp, truth, n = 3) {
 
 // ---- The model: one worker for all widgets of the page
 export const model = {vocab: [], mask: 0, context: 0, ids: new Map()};
-let opening = null, worker = null, number = 0;
-const waiting = new Map(), listeners = new Set();
+export let predict;  // the logits (L * V) of each row of ids, as model.js has them
+let opening = null, page = null;
+const listeners = new Set();
 
 // Load the model, once. Throws a sentence for the reader.
 export function openModel(tell) {
@@ -62,35 +63,54 @@ async function load() {
   const place = new URL(document.body.dataset.model, document.baseURI).href;
   const answer = await fetch(place + "index.html").catch(() => ({}));
   if (!answer.ok) throw `The model is missing: ${place} does not answer.`;
-  const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const {live} = JSON.parse(page.getElementById("data").textContent);
+  const {live, settings} = JSON.parse(new DOMParser().parseFromString(await answer.text(), "text/html")
+    .getElementById("data").textContent);
   Object.assign(model, {vocab: live.vocab, mask: live.mask, context: live.context, end: live.vocab.indexOf("\n")});
-  model.temperature = live.temperature;
+  Object.assign(model, {temperature: live.temperature, about: settings.model});
   model.ids = new Map(live.vocab.map((token, id) => [token, id]));
-  worker = new Worker(URL.createObjectURL(new Blob([WORKER], {type: "text/javascript"})), {type: "module"});
+  page = {...live, place, worker: undefined, device: asked.get("device")};
+  predict = await startNetwork(page, (...bytes) => listeners.forEach(tell => tell(...bytes)));
+}
+
+// The GPT that build.py has put beside the pages, on the runtime of the model, which has the same characters.
+// Returns its `predict`, and `parameters`, in millions.
+export async function openGPT(tell) {
+  const place = new URL(`${document.body.dataset.root}/gpt/`, document.baseURI).href, at = name => place + name;
+  const answer = await fetch(at("about.json")).catch(() => ({}));
+  if (!answer.ok) throw "The GPT is missing: build the site with --gpt.";
+  const {files, vocab, parameters, ...about} = await answer.json();
+  if (vocab.join() !== model.vocab.join()) throw "The GPT has other characters than the model.";
+  const own = Object.fromEntries(Object.entries(files).map(([name, sum]) => [at(name), sum]));
+  const given = {...page, ...about, files: {...page.files, ...own}, network: Object.keys(own)};
+  return {predict: await startNetwork(given, tell), parameters};
+}
+
+// Start a network in a worker of its own; returns its `predict`.
+function startNetwork(about, tell) {
+  const worker = new Worker(URL.createObjectURL(new Blob([WORKER], {type: "text/javascript"})), {type: "module"});
+  const waiting = new Map();
+  let number = 0;
+  const look = rows => new Promise((...answer) => {
+    waiting.set(++number, answer);
+    worker.postMessage({id: number, rows});
+  });
   return new Promise((resolve, reject) => {
     worker.onerror = () => reject("The browser does not start the model: it is too old, or something blocks it.");
     worker.onmessage = ({data}) => {
-      if (data.total) for (const tell of listeners) tell(data.loaded, data.total);
-      if (data.ready) resolve(data.ready);
+      if (data.total) tell(data.loaded, data.total);
+      if (data.ready) resolve(look);
       if (data.error && !waiting.has(data.id)) reject(data.error);
       const [answered, failed] = waiting.get(data.id) ?? [];
       waiting.delete(data.id);
       data.error ? failed?.(data.error) : answered?.(data.logits);
     };
-    worker.postMessage({about: {...live, place, worker: undefined, device: asked.get("device")}});
+    worker.postMessage({about});
   });
 }
 
-// The logits (L * V) of each row of ids, as model.js has them.
-export const predict = rows => new Promise((resolve, reject) => {
-  waiting.set(++number, [resolve, reject]);
-  worker.postMessage({id: number, rows});
-});
-
-// log p (V) of each of some places of one text.
-export async function logpAt(ids, places) {
-  const [logits] = await predict([ids]), V = model.mask;
+// log p (V) of each of some places of one text. look: the `predict` of another network.
+export async function logpAt(ids, places, look = predict) {
+  const [logits] = await look([ids]), V = model.mask;
   return places.map(i => logSoftmax(logits.subarray(i * V, (i + 1) * V)));
 }
 

@@ -147,6 +147,35 @@ def quantize(array):
     return np.round(array / scale).astype(np.int8), scale
 
 
+def pack(model, weights):
+    """Return a network's files, {name: bytes}, and what model.js needs to run them, as a dict.
+
+    weights: "int8" or "float32". An autoregressive network is given the text and masks like any
+    other: it shifts its input itself, and what comes after a place does not change its logits.
+    """
+    warn("exporting to ONNX")
+    with tempfile.TemporaryDirectory() as folder, naming(folder):
+        graph, arrays = to_onnx(model, Path(folder))
+    packed = b""
+    tensors = []  # (offset in the ONNX data file, number of values, number of scales or 0)
+    for offset, array in arrays:
+        if weights == "int8" and array.ndim == 2:
+            integers, scale = quantize(array)
+            packed += integers.tobytes() + scale.tobytes()
+            tensors.append((offset, array.size, array.shape[1]))
+        else:
+            packed += array.tobytes()
+            tensors.append((offset, array.size, 0))
+    size = max(offset + 4 * n for offset, n, _ in tensors)
+    reading = dict(context=model.config.block_size, mask=model.mask_id, tensors=tensors, bytes=size)
+    return {"model.onnx": graph, "weights.bin": packed}, reading
+
+
+def checksums(contents):
+    """The size and the CRC-32 of each file, by which model.js recognizes it."""
+    return {name: (len(content), zlib.crc32(content)) for name, content in contents.items()}
+
+
 def proofreading_settings(temperature=1.0):
     """Return what proofread.js needs: the constants of proofreading, and the prior of mistakes.
 
@@ -187,20 +216,8 @@ def contents_of(model, tokenizer, config, weights, unmask):
     """
     check(model, tokenizer, config)
     contents = read_runtime()
-    warn("exporting to ONNX")
-    with tempfile.TemporaryDirectory() as folder, naming(folder):
-        contents["model.onnx"], arrays = to_onnx(model, Path(folder))
-    packed = b""
-    tensors = []  # (offset in the ONNX data file, number of values, number of scales or 0)
-    for offset, array in arrays:
-        if weights == "int8" and array.ndim == 2:
-            integers, scale = quantize(array)
-            packed += integers.tobytes() + scale.tobytes()
-            tensors.append((offset, array.size, array.shape[1]))
-        else:
-            packed += array.tobytes()
-            tensors.append((offset, array.size, 0))
-    contents["weights.bin"] = packed
+    network, reading = pack(model, weights)
+    contents |= network
     # What the user types for a gap: a character that is not in the vocabulary, as in in_browser.js.
     sign = next((c for c in "█_" if c not in tokenizer.vocab), "[MASK]")
     template = passage(tokenizer, config, sign)
@@ -213,18 +230,15 @@ def contents_of(model, tokenizer, config, weights, unmask):
         can.add("open")
     live = dict(
         vocab=tokenizer.vocab,
-        context=config.block_size,
-        mask=model.mask_id,
         temperature=temperature_of(model),
-        files={name: (len(c), zlib.crc32(c)) for name, c in contents.items()},
+        files=checksums(contents),
         proofreading=proofreading_settings(temperature_of(model)),
         runtime=RUNTIME_FILES,
         worker=bundle(*WORKER),
-        tensors=tensors,
-        bytes=max(offset + 4 * n for offset, n, _ in tensors),
         fixes=True,
         examples=examples(tokenizer, config, sign, can, own),
     )
+    live |= reading
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     about = f"{millions:.1f} M parameters in {weights}, context {config.block_size}"
     scripts = ["crc.js", "pattern.js", "viewer.js", "in_browser.js", "live.js"]

@@ -3,6 +3,7 @@
 import {crc32} from "./crc.js";
 
 const MOST = 2 ** 26;  // bytes of logits to remember: many calls repeat earlier ones
+const NETWORK = ["model.onnx", "weights.bin"];
 const PATIENCE = 60;  // seconds to wait for a server that sends nothing
 const UPLOAD = "put all files of one export on the server, then reload.";
 let about, ort, session, known = new Map();
@@ -19,7 +20,8 @@ async function load(name, report) {
   report(name, 0);
   try {
     wait();
-    answer = await fetch(about.place + name, {cache: "no-cache", signal: stop.signal});  // not an older export's
+    const place = about.network?.includes(name) ? "" : about.place;
+    answer = await fetch(place + name, {cache: "no-cache", signal: stop.signal});  // not an older export's
     const reader = answer.body.getReader();
     for (let part; answer.ok && (part = (await reader.read()).value); wait()) {
       if (found + part.length <= size) bytes.set(part, found);
@@ -78,7 +80,8 @@ async function start(device, coming, report) {
 }
 
 // Load the model and return the name of what it runs on. Throws a sentence for the user on failure.
-// described: what export.py wrote into the page, and `place`, its URL. wanted: "webgpu", "wasm" or null.
+// described: what export.py wrote into the page, and `place`, its URL; `network`: the URLs of the graph and the weights,
+// if these are elsewhere. wanted: "webgpu", "wasm" or null.
 // tell(loaded, total): called with numbers of bytes as they arrive.
 export async function open(described, wanted, tell = () => {}) {
   about = described;
@@ -89,7 +92,7 @@ export async function open(described, wanted, tell = () => {}) {
     loaded.set(name, bytes);
     tell(add(loaded.values()), add([...loaded.keys()].map(name => about.files[name][0])));
   };
-  const coming = Promise.all(["model.onnx", "weights.bin"].map(name => load(name, report)));
+  const coming = Promise.all((about.network ?? NETWORK).map(name => load(name, report)));
   let failed;
   for (const device of gpu && !slow ? ["webgpu", "wasm"] : ["wasm"]) {
     try {

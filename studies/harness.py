@@ -23,7 +23,6 @@ import mdlm
 import sample
 from nanomdlm.support import abilities
 from nanomdlm.support.cli import environment, progress
-from nanomdlm.support.cli.python_arguments import whole_number
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.model_calls import groups, next_logits, to_context
 from nanomdlm.support.infill.templates import Gap, Text, allowed_tokens, encode_text
@@ -41,18 +40,6 @@ except ImportError as e:
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # one thing
 KNOWN = {*LENGTHS, "until", "do_sample", "temperature", "top_k", "top_p"}  # generation_kwargs
-
-
-def check_generation(gen_kwargs):
-    """Raise UserError for generation_kwargs of a task, or of --gen_kwargs, that have no meaning."""
-    for name in LENGTHS:
-        if gen_kwargs.get(name) is not None:
-            whole_number(name, gen_kwargs[name], 0)
-    until = gen_kwargs.get("until") or []
-    for stop in until if isinstance(until, (list, tuple)) else [until]:
-        if stop is not None and not isinstance(stop, str):
-            what = f"until={str(until)[:40]}"
-            raise UserError(f"{what} is not accepted; give a text, or a list of texts")
 
 
 @register_model("mdlm")
@@ -73,9 +60,6 @@ class Harness(LM):
         trust_remote_code=False,
     ):
         super().__init__()
-        for name, value in (("draws", draws), ("seed", seed)):
-            if type(value) is not int or value < 0:
-                raise UserError(f"{name}={value} of --model_args is not accepted; give a number")
         folder = checkpoint.default_run(out_dir)
         device = device if torch.cuda.is_available() else "auto"  # lm_eval asks for cuda:0
         self.model, self.tokenizer, config = mdlm.load(
@@ -128,8 +112,6 @@ class Harness(LM):
     def generate_until(self, requests):
         """[what follows the prompt, up to the first of the strings that end it]"""
         self.encode(requests, 1)  # refuses what the model cannot take
-        for request in requests:
-            check_generation(request.args[1])
         prompts = [request.args[0] for request in requests]
         asked = [request.args[1] for request in requests]
         return [self.write(*pair) for pair in progress.bar(list(zip(prompts, asked)))]

@@ -120,6 +120,13 @@ def run_mdlm(*args):
     return entry.run(main, [str(a) for a in args], run_folder.release)
 
 
+def call(main, capsys, *args):
+    """The exit code, standard output and standard error of a program with these flags."""
+    capsys.readouterr()
+    code = entry.run(main, [str(a) for a in args], run_folder.release)
+    return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+
 def tiny_flags(*more):
     """TINY without the flags that are in `more`, then `more`."""
     given = {flag.split("=")[0] for flag in more}

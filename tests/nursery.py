@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, TINY
 
 
@@ -35,6 +36,15 @@ class Nursery:
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="module", name="nursery")
+def nursery_of_a_file():
+    nursery = Nursery()
+    yield nursery
+    nursery.process.stdin.close()
+    nursery.process.wait(60)
+    nursery.folder.cleanup()
 
 
 class Run:

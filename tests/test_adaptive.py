@@ -224,7 +224,6 @@ def test_corrections_follow_in_each_row():
     [
         (dict(threshold=0.5, entropy_bound=1), "threshold"),
         (dict(threshold=0.5, order="spread"), "order"),
-        (dict(threshold=1.5), "threshold"),
         (dict(entropy_bound=float("nan")), "entropy_bound"),
         (dict(threshold=0.5, steps=3, correct=3), "correct"),
     ],
@@ -234,9 +233,3 @@ def test_contradictions_are_one_sentence(world, asked, words):
     with pytest.raises(ValueError, match=words) as e:
         draws(Toy(world.random, V, T), 2, **asked)
     assert "\n" not in str(e.value)
-
-
-def test_models_without_a_choice_refuse(world):
-    ar = Toy(world.random, V, T, objective="ar")
-    with pytest.raises(ValueError):
-        draws(ar, 2, entropy_bound=1)

@@ -88,11 +88,6 @@ def test_underscores_are_text_where_they_can_be_spelled():
     assert templates.parse("1 _ [MASK]", ids, 9) == ["1 ", Gap(1), " ", Gap(1)]
 
 
-def test_unknown_characters_are_named_as_typed(shakespeare):
-    assert "\u2603" in refusal(templates.parse, "a[MASK]b\u2603█", shakespeare, 256)
-    assert "\u2603" in refusal(templates.parse, "___\u2603", shakespeare, 256)
-
-
 def test_a_text_without_a_flag_is_written(short_run, capsys):
     argv = [f"--out_dir={short_run}", "--steps=1", "--json=-", "--device=cpu"]
     assert sample.main([*argv, "the", "--length=9"]) == 0

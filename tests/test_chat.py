@@ -135,17 +135,6 @@ def test_the_run_keeps_the_template(run, talks, tmp_path):
     assert run_mdlm(*argv, "--block_size=48") == 0
 
 
-def test_an_export_has_the_template(run, talks, tmp_path):
-    """For the library, and for --init_from."""
-    assert entry.run(export.main, [f"--out_dir={run}", f"--dest={tmp_path / 'hf'}"]) == 0
-    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    settings = dict(add_generation_prompt=True, tokenize=False)
-    wanted = "<|im_start|>user\ncat<|im_end|>\n<|im_start|>assistant\n"
-    assert library.apply_chat_template(TALKS[0][:1], **settings) == wanted
-    argv = flags_of(tmp_path / "hf", talks, tmp_path / "more", "--chat_column=messages")
-    assert run_mdlm(*argv, "--block_size=48", "--max_steps=1") == 0
-
-
 def test_an_export_of_plain_text_has_the_template_and_learns_conversations(
     folder, some_text, talks, tmp_path
 ):
@@ -193,6 +182,15 @@ def test_a_bad_conversation_is_left_out_on_request(folder, talks, tmp_path, capf
     assert "talks.jsonl, line 1" in said
 
 
+def test_a_run_without_a_template_or_with_an_end_that_it_writes_is_refused(folder, talks, tmp_path):
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "tokenizer_config.json").unlink()
+    for at, more in ((bare, []), (folder, ["--end=<|im_end|>"])):
+        argv = flags_of(at, talks, tmp_path / "out", "--block_size=48", "--chat_column=messages")
+        assert run_mdlm(*argv, *more) == 2
+        assert not (tmp_path / "out").exists()
+
+
 def test_templates_are_found_where_folders_have_them(folder, tmp_path):
     at = shutil.copytree(folder, tmp_path / "hf")
     (at / "chat_template.jinja").write_text("{{ bos_token }}other")
@@ -203,27 +201,3 @@ def test_templates_are_found_where_folders_have_them(folder, tmp_path):
     named = [dict(name="tool", template="a"), dict(name="default", template="b")]
     (at / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=named)))
     assert ChatTemplate.of_folder(at).render([]) == "b"
-
-
-def test_mistakes_get_one_sentence(folder, run, talks, tmp_path, capfd):
-    def said(folder, data, *more):
-        argv = flags_of(folder, data, tmp_path / "out", "--block_size=48", *more)
-        assert run_mdlm(*argv) == 2
-        assert not (tmp_path / "out").exists()
-        return capfd.readouterr().err.strip().splitlines()[-1]
-
-    chats = "--chat_column=messages"
-
-    def record(content):
-        (tmp_path / "bad.jsonl").write_text((json.dumps(dict(messages=content)) + "\n") * 20)
-        return tmp_path / "bad.jsonl"
-
-    assert "'talk'" in said(folder, talks, "--chat_column=talk")
-    assert "line 1" in said(folder, record([dict(role="user")]), chats)
-    assert "--prompt_column" in said(folder, talks, chats, "--prompt_column=q")
-    assert "'<|im_end|>'" in said(folder, talks, chats, "--end=<|im_end|>")
-    bare = shutil.copytree(folder, tmp_path / "bare")
-    (bare / "tokenizer_config.json").unlink()
-    assert "--chat_column" in said(bare, talks, chats)
-    assert entry.run(sample.main, [f"--out_dir={run}", '--prompt=[{"role": 1}]']) == 2
-    assert "--prompt" in capfd.readouterr().err

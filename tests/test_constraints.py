@@ -419,8 +419,6 @@ REFUSED = [
     # (a gap, gaps that are accepted instead)
     ("[___:a(b]", "[___:a(b)]", "[___:a\\(b]"),
     ("[___:^a$]", "[___:a]", "[___:\\^?a]"),
-    ("[___:a|b$]", "[___:a|b]"),
-    ("[___:a)(b]", "[___:a\\)\\(b]"),
     ("[___:a++b]", "[___:a+b]"),
     # A set with [ for Python, a class within a class for the library; and their differences.
     ("[___:[:[a]b]]", "[___:[:\\[a]b]"),

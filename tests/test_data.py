@@ -1,7 +1,6 @@
 """Text becomes the expected tokens and windows, whatever its size and source."""
 
 import contextlib
-import io
 import itertools
 import json
 import math
@@ -15,11 +14,10 @@ import torch
 from conftest import corpus_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tqdm import tqdm
 
 import mdlm
 from nanomdlm.support.cli import devices
-from nanomdlm.support.data import patterns, sources, texts, tokenizer
+from nanomdlm.support.data import patterns, sources, tokenizer
 from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.data.windows import cut_windows
 from nanomdlm.support.errors import UserError
@@ -292,47 +290,3 @@ def test_checksum_covers_ids_and_tokenizer(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # What a user sees
-
-
-@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
-def test_each_pass_counts_the_characters(tmp_path, monkeypatch, name):
-    path = tmp_path / name
-    lines = [f"line {i} ü\n" for i in range(2000)]
-    content = [line if name == "x.txt" else json.dumps(dict(text=line)) + "\n" for line in lines]
-    path.write_text("".join(content), encoding="utf-8")
-    bars = []
-
-    def noted(**options):
-        bars.append(tqdm(file=io.StringIO(), **options))
-        return bars[-1]
-
-    monkeypatch.setattr(texts, "bar", noted)
-    (tmp_path / "d").mkdir()
-    prepare(mdlm.Config(data=str(path)), tmp_path / "d")
-    assert [each.desc.split(",")[0] for each in bars] == [f"pass {i} of 3" for i in (1, 2, 3)]
-    n = len("".join(lines))
-    assert [(each.n, each.total) for each in bars] == [(n, None), (n, n), (n, n)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("end", [False, True])
-def test_tokenizer_survives_its_file(pydoc, tmp_path, kind, end):
-    a = tokenizer.build_tokenizer(kind, 300, end, lambda: [(pydoc, False)], 10_000)
-    (tmp_path / "tokenizer.json").write_bytes(a.to_file().encode())
-    b = tokenizer.tokenizer_from_json(tmp_path / "tokenizer.json")
-    assert b.to_json() == a.to_json()
-    assert b.encode(pydoc[:500]) == a.encode(pydoc[:500])
-    assert (b.vocab_size, b.end_id) == (a.vocab_size, a.end_id)
-    if end:
-        assert a.end_id == a.vocab_size - 1
-        assert a.decode([a.end_id]) == ""
-    masked = [a.vocab_size, *a.encode("To"), a.vocab_size, a.vocab_size]
-    assert b.decode(masked) == "█To██"
-
-
-def test_many_different_characters_get_a_hint(tmp_path, capsys):
-    for n, is_said in ((900, False), (3345, True)):
-        (tmp_path / "t.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + n))) * 2)
-        (tmp_path / str(n)).mkdir()
-        prepare(mdlm.Config(data=str(tmp_path / "t.txt")), tmp_path / str(n))
-        assert ("--tokenizer=bpe" in capsys.readouterr().err) == is_said

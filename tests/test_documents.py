@@ -19,7 +19,6 @@ from nanomdlm.support.cli.python_arguments import to_view
 from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.data.windows import cut_windows, pack_windows
-from nanomdlm.support.infill.likelihood import chain_rule
 from nanomdlm.support.infill.model_calls import end_documents
 from nanomdlm.variants import documents
 
@@ -169,17 +168,6 @@ def test_autoregressive_model_learns_one_end(world):
     assert loss == pytest.approx(r["nll"])
 
 
-def test_chain_rule_scores_the_text_alone():
-    model = scrambled()
-    text = torch.tensor([[3, 1, 4, 1, 5], [2, 7, 9, 9, 9]])
-    logp = chain_rule(model, text)
-    assert (logp != 0).sum(1).tolist() == [5, 2]
-    ids = torch.full((1, 24), 9)
-    ids[0, :5] = torch.tensor([3, 1, 10, 10, 10])  # the third given two, in a text of five
-    wanted = model(ids)[0, 2].log_softmax(-1)[4].item()
-    assert logp[0, 2].item() == pytest.approx(wanted, rel=1e-5)
-
-
 def test_lengths_are_drawn_from_those_of_training():
     model = scrambled()
     model.length_counts[[2, 5, 24]] = torch.tensor([2.0, 1.0, 1.0])
@@ -267,16 +255,6 @@ def test_packed_documents_have_the_same_bound(speeches, tmp_path):
     assert se[0] < 0.02 * nelbo[0]
     flags = [*TINY, *speeches, "--pack=false", "--max_steps=3", f"--out_dir={tmp_path / 'out'}"]
     assert run_mdlm(*flags) == 0
-
-
-def test_what_cannot_be_given_lengths_is_refused(speeches, tmp_path, capsys):
-    flags = [*TINY, *speeches, "--masking=bernoulli", "--max_steps=1"]
-    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'x'}") == 2
-    assert "add --document_length=predicted" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists(), "the data was prepared for nothing"
-    config = mdlm.Config(block_size=8)
-    with pytest.raises(ValueError):
-        cut_windows(torch.full((20,), 9).numpy(), config, 9)
 
 
 def test_the_rate_is_that_of_a_documents_text():

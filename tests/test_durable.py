@@ -14,17 +14,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from conftest import CHECKPOINT_FILES, ROOT, TINY, read_log, run_mdlm, tiny_flags
+from conftest import CHECKPOINT_FILES, ROOT, TINY, call, read_log, run_mdlm, tiny_flags
 
 import bench
 import eval
 import export
 import mdlm
 import sample
-from nanomdlm.support import errors
 from nanomdlm.support.cli import entry, files, outputs, settings
 from nanomdlm.support.run import checkpoint, ranks, session
 from nanomdlm.support.run import folder as run_folder
@@ -35,12 +33,6 @@ def lesson(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def call(main, capsys, *args):
-    capsys.readouterr()
-    code = entry.run(main, [str(a) for a in args], run_folder.release)
-    return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
 
 def assert_refused(r, *words):
@@ -343,16 +335,6 @@ def test_what_no_resume_may_change_is_refused(run, capsys):
 
 # --------------------------------------------------------------------------------------------------
 # Ranks that meet
-
-
-def test_ranks_that_differ_stop(monkeypatch):
-    flags = dict(max_steps=10, device="cpu")
-    same = [ranks.start_settings(flags), ranks.start_settings(flags | dict(device="cuda:1"))]
-    assert same[0] == same[1]
-    others = [{}, {"seed": 1}]
-    monkeypatch.setattr(ranks, "gather", lambda mine: [mine, *others])
-    with pytest.raises(errors.RankError, match="rank 2 has seed 1, the first rank none"):
-        ranks.check_alike({})
 
 
 def test_ranks_compare_what_they_load(run, quick, tmp_path, monkeypatch):

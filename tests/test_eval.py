@@ -3,13 +3,12 @@
 import json
 import math
 import shutil
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Toy, chain_rule, read_log, run_mdlm, sign
+from conftest import TINY, Toy, read_log, run_mdlm, sign
 from safetensors.torch import load_file, save_file
 
 import eval
@@ -54,28 +53,6 @@ def test_estimates_agree_with_known_likelihood(world, drawn):
     assert r["perplexity"] == pytest.approx(math.exp(r["nelbo"]))
     assert r["bpc"] == pytest.approx(r["nelbo"] / math.log(2) / 2)
     assert r["exact"]["bpc"] == pytest.approx(r["exact"]["nll"] / math.log(2) / 2)
-
-
-def test_exact_likelihood_is_the_chain_rule(world):
-    nll = -likelihood.chain_rule(Toy(world.exact, world.V, world.T), world.x)
-    assert torch.allclose(nll.sum(1), -world.p.log(), atol=1e-5)  # window by window
-    fast = -likelihood.chain_rule(Toy(world.random, world.V, world.T), world.x).mean(1)
-    slow = chain_rule(world.random, world.x, world.V, range(world.T))
-    assert torch.allclose(fast, slow, atol=1e-6)
-
-
-def test_exact_likelihood_of_a_network(world):
-    model = lively()
-    windows = torch.randint(11, (3, 16), generator=torch.Generator().manual_seed(1))
-    slow = torch.zeros(3, 16, dtype=torch.float64)
-    with torch.no_grad():
-        for i in range(16):
-            xt = windows.clone()
-            xt[:, i:] = model.mask_id
-            logp = model(model.objective.view(xt))[:, i].double().log_softmax(-1)
-            slow[:, i] = -logp.gather(1, windows[:, i : i + 1])[:, 0]
-    assert torch.allclose(-likelihood.chain_rule(model, windows), slow, atol=1e-5)
-    assert slow.std() > 0.1, "the positions differ, so a mix-up would show"
 
 
 def test_autoregressive_likelihood_is_exact(world, drawn):
@@ -276,9 +253,6 @@ def test_text_is_masked_and_predicted(runs, tmp_path, capsys):
         assert token["likeliest"][0][0] == tokenizer.decode([best[i]])
         assert (token["mark"] == "+") == (best[i] == x0[0, i]) and len(token["likeliest"]) == 3
     said = capsys.readouterr().out
-    lines = {line[:12].strip(): line[12:] for line in said.splitlines()[1:5]}
-    assert lines["original"] == text.replace("\n", "↵")
-    assert [c == "█" for c in lines["masked"]] == [m != " " for m in lines["+ is right"]]
     # Accuracy and cross-entropy by mask rate are those of an evaluation of this text.
     scored = torch.arange(32)[None].expand(128, -1) < len(text)
     again = mdlm.evaluate(model, model_calls.to_context(model, x0).expand(128, -1), scored=scored)
@@ -331,34 +305,17 @@ def test_compare_pairs_seeds(runs, tmp_path, capsys):
     assert second["se"] == pytest.approx(0.025)  # differences 0 and 0.05
 
 
-def test_missing_matplotlib_is_one_sentence(runs, capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert evaluate(f"--out_dir={runs}/mdlm", "--windows=2", f"--pictures={tmp_path}/p") == 2
-    said = capsys.readouterr()
-    assert "NELBO" in said.out and "4 of 4" in said.err
-    assert "matplotlib" in said.err and "Traceback" not in said.err
-    draw = plots.plot_losses  # as a run does at its end
-    assert not plots.try_to_draw(lambda path: draw(path, [runs / "mdlm"]), tmp_path / "loss.png")
-
-
 @pytest.mark.parametrize(
-    "flags, words",
+    "flags, name",
     [
-        (["--out_dir={runs}/shipped"], ["text.txt", "--data"]),
-        (["--out_dir={runs}/mdlm", "--data=shakespeare"], ["no network", "--data=FILE"]),
-        (["--compare={runs}/mdlm", "--exact"], ["--compare", "--exact"]),
-        (["--out_dir={runs}/mdlm", "--json=/nowhere/r.json"], ["/nowhere/r.json"]),
-        (["--text=a", "--exact"], ["--text", "--exact"]),
-        (["--out_dir={runs}/mdlm", "--text=\u2603"], ["\u2603"]),
-        (["--out_dir={runs}/ar", "--text=a"], ["--text", "fill gaps"]),
+        (["--out_dir={runs}/shipped"], "text.txt"),
+        (["--out_dir={runs}/mdlm", "--data=shakespeare"], "--data"),
     ],
 )
-def test_mistakes_get_one_sentence(runs, capsys, monkeypatch, flags, words):
+def test_no_other_text_takes_the_place_of_a_missing_one(runs, capsys, monkeypatch, flags, name):
     def offline():
         raise OSError("no network")
 
-    monkeypatch.setattr(sources, "shakespeare", offline)  # and no other text takes its place
-    capsys.readouterr()
+    monkeypatch.setattr(sources, "shakespeare", offline)
     assert evaluate(*(flag.format(runs=runs) for flag in flags)) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and all(word in said for word in words), said
+    assert name in capsys.readouterr().err

@@ -108,36 +108,10 @@ def test_kernels_that_cannot_run_are_refused(
     text_file, tmp_path, as_if, capsys, args, interpreter, words
 ):
     as_if(interpreter)
-    args = [
-        f"--data={text_file}",
-        *TINY,
-        *args,
-        "--kernels=triton",
-        f"--out_dir={tmp_path / 'out'}",
-    ]
-    assert run_mdlm(*args) == 2
+    args = [*args, "--kernels=triton", f"--out_dir={tmp_path / 'out'}"]
+    assert run_mdlm(f"--data={text_file}", *TINY, *args) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in ["--kernels=triton", *words])
-
-
-@pytest.mark.parametrize(
-    ("name", "head_dim", "causal", "words"),
-    [
-        ("auto", 48, False, ["48", "n_embd / n_head", "SDPA"]),
-        ("auto", 64, True, []),
-        ("auto", 128, False, []),
-        ("triton", 64, False, []),
-        ("triton", 128, False, ["128", "SDPA"]),
-        ("triton", 64, True, ["causal", "SDPA"]),
-    ],
-)
-def test_attention_by_pytorch_is_said_once(as_if, capsys, name, head_dim, causal, words):
-    as_if(interpreter=True)
-    for _ in range(2):
-        ops = kernels.select(name, "cpu", head_dim, causal=causal)
-    said = capsys.readouterr().err
-    assert ops.name == "triton" and said.count("\n") == bool(words)
-    assert all(word in said for word in words)
 
 
 def test_auto_leaves_long_windows_to_pytorch(as_if, monkeypatch):
@@ -226,13 +200,6 @@ def test_attention_of_a_triton_that_is_not_trusted_runs_in_pytorch(
     if distrusted:
         assert version in said and "aot.md" in said
         assert ("--kernels=triton" in said) == (name == "triton")
-
-
-def test_other_ranks_do_not_warn(as_if, capsys, monkeypatch):
-    as_if(interpreter=True)
-    monkeypatch.setenv("RANK", "1")
-    kernels.select("auto", "cpu", 48)
-    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import sample
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.infill.lengths import score_lengths
 from nanomdlm.support.infill.templates import Gap, encode_segments
-from studies import lengths
 
 LETTERS = list("abcde")
 V = len(LETTERS)
@@ -114,24 +113,3 @@ def test_shipped_weights_fill_a_gap_in_half_of_the_sequences(capsys):
     texts = [one["text"] for one in d["candidates"]]
     assert texts[0] == "To me, or not to be" and "To be, or not to be" in texts
     assert d["proven"] and d["compares_lengths"] and d["calls"] <= 55
-
-
-def test_the_yardstick_hides_one_gap_in_a_line_and_counts_what_it_was():
-    text = "\n".join(f"we see {n} of it as it is, so" for n in range(30))
-    gaps = lengths.choose_gaps(text, 9, 16, seed=1)
-    assert gaps == lengths.choose_gaps(text, 9, 16, seed=1)
-    assert [kind for kind, *_ in gaps[:3]] == list(lengths.KINDS)
-    assert len({line for _, line, *_ in gaps}) == 9
-    for kind, line, begin, end in gaps:
-        words = line[begin:end].split()
-        assert begin > 0 and end < len(line) and end - begin <= 16
-        assert kind == "half a line" or len(words) in (lengths.KINDS.index(kind) + 1, 3)
-    gap = ("word", "the cat sat", 4, 7)
-    shown = [dict(text=t) for t in ("the dog sat", "the cat sat")]
-    answer = dict(text="the dog sat", candidates=shown, score=-3.0, calls=2, seconds=1.0)
-    row = lengths.compare(gap, 2.0, answer)
-    assert row["found"] == "dog" and row["exact_length"] and not row["exact"] and row["among"]
-    assert row["gain"] == 2 and row["sequences"] == 2
-    rows = [dict(name="search") | row, dict(name="before") | row | dict(seconds=4.0)]
-    line = lengths.table(rows).splitlines()[2]
-    assert line.startswith("| all | search | 1 | 100.0") and line.endswith("| 1.0 | 0.25 |")

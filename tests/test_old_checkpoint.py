@@ -76,11 +76,9 @@ def test_unknown_settings_are_refused(old_run, name):
 
 FORMER = [  # what is said by names of before, and by names of now
     (dict(mask_schedule="cosine"), dict(rates="cosine")),
-    (dict(mask_schedule="linear", min_rate=0.0, max_rate=1.0), dict(rates="uniform")),
     (dict(min_rate=0.3, max_rate=0.8), dict(rates="0.3-0.8")),
     (dict(mask_schedule="cosine", max_rate=0.5), dict(rates="cosine:0-0.5")),
     (dict(end_token="[EOT]"), dict(end="[EOT]")),
-    (dict(end_token="", end_id=-1), {}),
     (dict(end_id=0), dict(end="0")),
     (
         dict(whole=0.5, block_length=8, lengths="learned"),
@@ -89,7 +87,6 @@ FORMER = [  # what is said by names of before, and by names of now
     (dict(lengths="known"), dict(document_length="given")),
     (dict(log="wandb"), dict(tracker="wandb")),
 ]
-FORMER_NAMES = {name for former, _ in FORMER for name in former} - {"block_length"}
 
 
 @pytest.mark.parametrize("former, now", FORMER, ids=str)

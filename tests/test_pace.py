@@ -1,7 +1,6 @@
 """When a run ends, is evaluated and saved, what that costs, and what is shown meanwhile."""
 
 import json
-import re
 import time
 from types import SimpleNamespace
 
@@ -9,10 +8,9 @@ import pytest
 import torch
 from conftest import TINY, corpus_of, losses, read_log, run_mdlm, saved, sign, tiny_flags
 
-import bench
 import mdlm
 from nanomdlm import variants
-from nanomdlm.support.cli import entry, settings
+from nanomdlm.support.cli import settings
 from nanomdlm.support.run import clock, session
 
 ALWAYS = settings.NO_LIMIT
@@ -59,15 +57,6 @@ def test_resumed_run_ends_as_it_is_told(before, given, end):
     config = mdlm.Config(**dict(zip(names, before, strict=True)) | given)
     mdlm.run_config.choose_end(config, given, mdlm.Config(**dict(zip(names, before, strict=True))))
     assert (config.max_steps, config.time_limit) == end
-
-
-@pytest.mark.parametrize("flag", ["--max_steps=3", "--time_limit=1e-3"])
-def test_end_that_is_past_is_refused(run, capsys, flag):
-    before = (run / "log.jsonl").read_bytes()
-    assert run_mdlm("--resume", f"--out_dir={run}", flag) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and flag.partition("=")[0] in said
-    assert (run / "log.jsonl").read_bytes() == before
 
 
 def test_a_run_that_ended_by_the_clock_goes_on(run, capsys):
@@ -144,26 +133,6 @@ def test_evaluations_take_three_percent_of_the_work(max_steps, fewest, batch_siz
     assert scored <= 0.03 * 3 * max_steps * batch_size
 
 
-@pytest.mark.parametrize("seconds, most", [(0.008, 11), (0.2, 4)])
-def test_evaluations_keep_to_their_time(short_run, tmp_path, monkeypatch, seconds, most):
-    """On the way each scores as many windows; on a slow machine there are fewer of them."""
-    now = SimpleNamespace(now=0.0)
-    features = mdlm.Model.features
-
-    def slow_features(self, view):
-        now.now += (0.2 if torch.is_grad_enabled() else seconds) * len(view.ids)
-        return features(self, view)
-
-    monkeypatch.setattr(time, "monotonic", lambda: now.now)
-    monkeypatch.setattr(mdlm.Model, "features", slow_features)
-    flags = tiny_flags("--eval_interval=0", "--time_limit=100")
-    out = tmp_path / "out"
-    assert run_mdlm(f"--data={short_run.parent / 'text.txt'}", *flags, f"--out_dir={out}") == 0
-    evaluations = [r for r in read_log(out) if "val_nelbo" in r]
-    assert now.now <= 100 and len(evaluations) in range(3, most + 1)
-    assert len({r.get("windows") for r in evaluations[1:-1]}) == 1
-
-
 # --------------------------------------------------------------------------------------------------
 # Memory
 
@@ -197,27 +166,6 @@ def test_logits_of_an_evaluation_are_bounded(short_run, monkeypatch):
 # What is shown
 
 
-def shown(text_file, out, capsys, *more):
-    """(standard output, standard error) of a tiny run."""
-    capsys.readouterr()
-    assert run_mdlm(f"--data={text_file}", *TINY, *more, f"--out_dir={out}") == 0
-    return capsys.readouterr()
-
-
-def test_a_run_shows_its_bound_and_a_gap(text_file, pydoc, tmp_path, capsys):
-    said = shown(text_file, tmp_path / "o", capsys, "--max_steps=3")
-    assert re.search(r"step 3: NELBO \d\.\d{4} \+- \d\.\d{4}", said.out)
-    # The gap: what is not between the marks is the validation text, and the title says what was.
-    titles = re.findall(r"^(?:a text|filling) .*$", said.out, re.M)
-    assert len(titles) == 2
-    was = json.loads(re.search(r'original: (".*")\)', titles[1])[1])
-    after = said.out.split(titles[1])[1].split("\ndone in")[0]
-    given = after.replace("\n  | ", "\n")[1:]
-    before, _, rest = given.partition(">>")
-    fill, _, rest = rest.partition("<<")
-    assert fill and before + was + rest in pydoc
-
-
 # --------------------------------------------------------------------------------------------------
 # What is counted; work that was not done
 
@@ -238,14 +186,3 @@ def test_tokens_are_those_of_text(tmp_path, capsys):
         == 0
     )
     assert losses(tmp_path / "p")
-
-
-@pytest.mark.parametrize("mode", ["train", "sample"])
-def test_bench_without_a_time_is_no_success(short_run, tmp_path, capsys, mode):
-    path = tmp_path / "r.json"
-    flags = ["--device=cpu", "--time_limit=1e-6", f"--json={path}"]
-    flags += ["--preset=cpu"] if mode == "train" else [f"--out_dir={short_run}"]
-    assert entry.run(bench.main, [mode, *flags]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert json.loads(path.read_text())["mode"] == mode, "what was begun is listed"

@@ -52,22 +52,6 @@ def test_rising_training_loss_is_explained_where_the_rates_open(tmp_path, drawn)
     assert sum("training loss may rise" in words for words in legend) == 1
 
 
-def test_no_line_leads_from_the_untrained_model_to_the_first_evaluation(tmp_path, drawn):
-    plots.plot_losses(None, [write_run(tmp_path / "run")])
-    (points,) = drawn[0].axes[0].containers
-    assert (
-        list(points[0].get_xdata()) == [0, 10, 20, 30, 40] and points[0].get_linestyle() == "None"
-    )
-    assert list(drawn[0].axes[0].lines[-1].get_xdata()) == [10, 20, 30, 40]
-    low, high = drawn[0].axes[0].get_ylim()
-    assert low < 2.0 < 3.0 < high < 4.0
-
-
-def test_run_of_the_untrained_model_alone_is_drawn(tmp_path, drawn):
-    plots.plot_losses(None, [write_run(tmp_path / "run", steps=0)])
-    assert drawn[0].legends[0].get_texts()[0].get_text().endswith("NELBO 4.000")
-
-
 @pytest.mark.parametrize(
     "how, has_margin",
     [
@@ -100,24 +84,6 @@ def test_logged_margin_is_that_of_the_masks(how, has_margin):
 
 
 # ---- Pictures of results/
-def test_margins_of_old_logs_are_those_of_their_learning_rates():
-    scales = [0.5, 1, 1, 0.5, 0.0]
-    records = [dict(step=k, lr_scale=v) for k, v in enumerate(scales)]
-    found = [r["rate_margin"] for r in figures.with_margins([dict(step=0), *records])[1:]]
-    assert found == [0.5, 0.5, 0.5, 0.25, 0.0]
-
-
-def test_frontier_is_the_table(drawn):
-    figures.draw_sampling(None)
-    words, told, nats, distinct = drawn[0].axes
-    panels = (words, told, nats, distinct)
-    assert [len(ax.containers) for ax in panels] == [len(figures.SAMPLERS)] * 4
-    names = [t.get_text() for t in words.get_legend().get_texts()]
-    assert names == ["real text", "AR twin, 256 calls", *figures.SAMPLERS]
-    assert list(words.containers[0][0].get_xdata()) == [4, 8, 16, 32, 64]
-    default = [0.287, 0.532, 0.772, 0.846, 0.891]
-    assert list(words.containers[0][0].get_ydata()) == pytest.approx(default)
-    assert list(distinct.containers[3][0].get_ydata())[-1] == 0.334
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)

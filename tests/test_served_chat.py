@@ -1,9 +1,6 @@
 """/v1/chat/completions, with OpenAI's Python package."""
 
-from functools import partial
-
 import pytest
-from conftest import run_mdlm, tiny_flags
 from test_chat import TALKS, folder, messages, run, talks
 from test_serving import serving
 
@@ -54,25 +51,3 @@ def test_openai_client_talks(run):
             with pytest.raises(openai.BadRequestError) as e:
                 create(model="out", **refused)
             assert "\n" not in e.value.body["message"]
-
-
-@pytest.mark.slow
-def test_messages_need_a_model_that_answers(short_run, text_file, tmp_path):
-    """One of prompts takes one message of the user, another one none."""
-    (tmp_path / "qa.jsonl").write_text('{"q": "cat", "a": "meow"}\n' * 99)
-    flags = ["--prompt_column=q", "--text_column=a", "--max_steps=1", "--block_size=16"]
-    data = f"--data={tmp_path / 'qa.jsonl'}"
-    assert run_mdlm(*tiny_flags(data, f"--out_dir={tmp_path / 'out'}", *flags)) == 0
-    for folder, talk, sentence in (
-        (short_run, messages("cat"), "learned no conversations"),
-        (tmp_path / "out", TALKS[2][:3], "send one message of the user"),
-        (tmp_path / "out", messages("cat"), None),
-    ):
-        with serving(f"--out_dir={folder}") as server:
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-            ask = partial(client.chat.completions.create, model="out", messages=talk)
-            if sentence is None:
-                assert ask().choices[0].message.role == "assistant"
-            else:
-                with pytest.raises(openai.BadRequestError, match=sentence):
-                    ask()

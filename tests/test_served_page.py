@@ -192,18 +192,6 @@ def test_page_writes_what_sample_writes(page, short_run):
 
 
 @slow
-def test_page_proofreads(page, short_run):
-    """What is done with changes: test_page.py."""
-    model, tokenizer, _ = mdlm.load(short_run)
-    text = "The valeu of the “object” is is returned\n"
-    ask(page, text, "fix")
-    page.wait("writing === null", 120)
-    wanted = sample.fix(model, tokenizer, text)
-    assert page.js("proofText()") == wanted.text
-    assert page.js("changesShown().length") == len(wanted.changes)
-
-
-@slow
 def test_page_stops_at_once(page, server):
     """The server stops computing too, and what was written stays."""
     ask(page, "The ", tokens=2000, steps=128)
@@ -216,24 +204,6 @@ def test_page_stops_at_once(page, server):
     while "mdlm_active 0" not in get(f"{server.url}/metrics").text:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-@slow
-def test_page_says_that_the_server_is_gone_and_goes_on_with_it(browser, short_run):
-    with serving(f"--out_dir={short_run}") as found:
-        visit(browser, found)
-        port = found.url.rpartition(":")[2]
-        ask(browser, "The ", tokens=2000, steps=128)
-        browser.wait("writing?.frames?.length > 2", 120)
-        found.process.kill()
-        found.process.wait()
-        browser.wait("$('said').className === 'error'")
-        assert "broke off" in browser.js(SAID) and browser.js("writing") is None
-        ask(browser, "The ")
-        browser.wait(f"{SAID}.includes('does not answer')")
-    with serving(f"--out_dir={short_run}", f"--port={port}"):
-        ask(browser, "The ", seed=7)
-        assert len(written(browser)) == 16
 
 
 @slow
@@ -255,16 +225,6 @@ def test_page_asks_for_a_key_and_says_when_the_queue_is_full(browser, short_run)
             ask(browser, "The ", seed=9)
             browser.wait(f"{SAID}.includes('too many requests')")
             assert browser.js("writing") is None
-
-
-@slow
-def test_page_says_what_was_refused(page):
-    ask(page, "The \u4e00█")
-    page.wait("$('said').className === 'error'")
-    assert "character" in page.js(SAID) and page.js("writing") is None
-    assert not page.js("$('key').checkVisibility()"), "the server has no key"
-    ask(page, "The ", "rank")
-    assert "no gap to rank" in page.js(SAID)
 
 
 @slow

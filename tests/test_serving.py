@@ -260,11 +260,7 @@ def test_of_a_long_file_no_more_is_encoded_than_may_fit(monkeypatch):
     for texts, wanted in (
         ((before, after), (before[-24:], after[:8])),
         ((before, "fgh"), (before[-29:], "fgh")),
-        (("abc", after), ("abc", after[:29])),
-        (("ab", "fg"), ("ab", "fg")),
-        (("", ""), ("", "")),
         (("abX" + "c" * 99, "gX" + after), ("c" * 31, "g")),
-        ((before + "X", "X" + after), ("", "")),
     ):
         assert writer.cut(*texts, 32) == wanted
     assert max(sizes) <= 64 and sum(sizes) < 10**4

@@ -79,6 +79,32 @@ def test_an_old_python_is_named(monkeypatch, capsys):
         ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
+def needs(*packages):
+    """The packages and all that they need, as pip would install them; "_" for "-"."""
+    found = set()
+    todo = [*packages]
+    while todo:
+        name = re.match(r"[\w.-]+", todo.pop())[0].lower().replace("-", "_")
+        if name not in found:
+            found.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                todo += [line for line in metadata.requires(name) or () if "extra ==" not in line]
+    return found
+
+
+@pytest.fixture
+def light(monkeypatch):
+    """Nothing can be imported but torch, triton, numpy, safetensors, tqdm, tyro, filelock, what
+    these need, and what runs the tests."""
+    needed = ("torch", "triton", "numpy", "safetensors", "tqdm", "tyro", "filelock")
+    kept = needs(*needed, "pytest", "pytest-xdist", "hypothesis")
+    for module, names in metadata.packages_distributions().items():
+        is_ours = any((ROOT / file).exists() for file in (module, f"{module}.py"))
+        if not is_ours and not kept & {name.lower().replace("-", "_") for name in names}:
+            hide(monkeypatch, module)
+    assert sys.modules["tokenizers"] is sys.modules["matplotlib"] is None
+
+
 @pytest.mark.parametrize(
     ("program", "flags"),
     [
@@ -90,10 +116,8 @@ def test_an_old_python_is_named(monkeypatch, capsys):
         (export, ["--dest={tmp}/hf"]),
     ],
 )
-def test_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, capfd):
+def test_a_plain_use_needs_seven_packages(program, flags, short_run, tmp_path, light, capfd):
     (tmp_path / "templates").write_text("the █at\nof ██\n")
-    for package in ("matplotlib", "pooch", "tokenizers"):
-        hide(monkeypatch, package)
     flags = [flag.format(tmp=tmp_path) for flag in flags]
     assert entry.run(program.main, [*flags, f"--out_dir={short_run}"]) == 0
     lines = capfd.readouterr().err.splitlines(keepends=True)
@@ -102,9 +126,7 @@ def test_pictures_are_no_need(program, flags, short_run, tmp_path, monkeypatch, 
     assert len(lines) == 1 + draws and (not draws or says_one_sentence(lines[1], "matplotlib"))
 
 
-def test_training_needs_no_pictures(short_run, tmp_path, monkeypatch, capsys):
-    for package in ("matplotlib", "pooch", "tokenizers"):
-        hide(monkeypatch, package)
+def test_a_plain_run_needs_seven_packages(short_run, tmp_path, light, capsys):
     text = short_run.parent / "text.txt"
     out = tmp_path / "out"
     flags = [*TINY, "--eval_windows=2", "--max_steps=1", f"--out_dir={out}"]
@@ -147,139 +169,10 @@ def test_a_package_of_some_uses_is_named(
     assert not (tmp_path / "x").exists()
 
 
-def test_importing_the_programs_imports_no_other_package():
-    """Nor any before the clock has begun."""
-    others = ["tokenizers", "matplotlib", "pooch", "transformers", "pyarrow"]
-    code = f"""
-import sys, time
-sys.modules |= dict.fromkeys({others})  # these cannot be imported
-began = time.monotonic()
-import mdlm
-print(mdlm.PROCESS_START - began, time.monotonic() - began)
-import sample, eval, bench, export
-"""
-    r = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert r.returncode == 0, r.stderr
-    start, end = map(float, r.stdout.split())
-    assert 0 < start < end / 4, "the time of a run includes the slow imports"
-
-
-LIGHT = """
-import runpy, sys
-root, hidden, *sys.argv = sys.argv[1:]
-hidden = hidden.split(",")
-
-class Without:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, *more):
-        return None if name.split(".")[0] in hidden else self.finder.find_spec(name, *more)
-
-sys.meta_path[:] = map(Without, sys.meta_path)
-sys.path.insert(0, root)
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    is_twice = "mdlm" in sys.modules and sys.argv[0].endswith("mdlm.py")
-    assert not is_twice, "running mdlm.py imports it once more"
-"""
-
-
-def needs(*packages):
-    """The packages and all that they need, as pip would install them; "_" for "-"."""
-    found = set()
-    todo = [*packages]
-    while todo:
-        name = re.match(r"[\w.-]+", todo.pop())[0].lower().replace("-", "_")
-        if name not in found:
-            found.add(name)
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                todo += [line for line in metadata.requires(name) or () if "extra ==" not in line]
-    return found
-
-
-@pytest.fixture
-def light(tmp_path):
-    """A function that runs a file where nothing is installed but torch, triton, numpy,
-    safetensors, tqdm, tyro, filelock, what these need, and `more`."""
-
-    def call(path, *flags, more=()):
-        needed = ("torch", "triton", "numpy", "safetensors", "tqdm", "tyro", "filelock")
-        kept = needs(*needed, *more)
-        hidden = [
-            module
-            for module, names in metadata.packages_distributions().items()
-            if not kept & {name.lower().replace("-", "_") for name in names}
-            and not any((ROOT / file).exists() for file in (module, f"{module}.py"))
-        ]
-        assert {"tokenizers", "matplotlib"} <= set(hidden) and "torch" not in hidden
-        command = [sys.executable, "-I", "-c", LIGHT, str(ROOT), ",".join(hidden), str(path)]
-        r = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True)
-        assert r.returncode == 0, (r.stdout, r.stderr)
-        return r
-
-    return call
-
-
-@pytest.mark.slow
-def test_a_plain_run_needs_seven_packages(light, text_file, tmp_path):
-    """With the files that a run leaves, for real: none of the other packages can be imported."""
-    r = light(ROOT / "mdlm.py", f"--data={text_file}", *TINY, "--max_steps=3")
-    (line,) = (line for line in r.stderr.splitlines() if "matplotlib" in line)
-    assert says_one_sentence(line + "\n", "matplotlib")
-    assert "█" not in light(ROOT / "sample.py", "--infill=the ███ of", "--candidates=2").stdout
-    assert (
-        "█"
-        not in light(
-            ROOT / "sample.py", "--infill=To be███", f"--out_dir={checkpoint.SHIPPED}"
-        ).stdout
-    )
-    assert "nelbo" in light(ROOT / "eval.py", "--windows=2", "--passes=1", "--json=-").stdout
-    for kind, size in (("byte", []), ("word", ["--vocab_size=300"])):
-        flags = [f"--data={text_file}", f"--tokenizer={kind}", *size, f"--out_dir={kind}"]
-        light(ROOT / "mdlm.py", *flags, *TINY, "--max_steps=1")
-        light(ROOT / "mdlm.py", "--resume", "--max_steps=2", f"--out_dir={kind}")
-        light(ROOT / "sample.py", "--infill=the ███ of", "--steps=1", f"--out_dir={kind}")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists on Linux only")
-def test_the_kernels_need_seven_packages(light, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (tmp_path / "kernels.py").write_text("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))")
-    cases = ROOT / "tests" / "kernels_cases" / "masking_cases.py"
-    flags = [str(cases), "-o", "addopts=", "-q", f"--rootdir={ROOT}"]
-    r = light(tmp_path / "kernels.py", *flags, more=["pytest"])
-    assert " passed" in r.stdout
-
-
 # --------------------------------------------------------------------------------------------------
 # What the README and the other texts tell the reader to type
 
 PROGRAMS = ("mdlm", "sample", "eval", "export", "bench", "serve")
-
-
-def test_readme_has_one_line_for_each_start():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    setup = "python3 -m venv .venv && . .venv/bin/activate && pip install -r requirements"
-    assert re.findall(rf"(?m)^{re.escape(setup)}(.*)$", readme) == [
-        ".txt",
-        ".txt && python mdlm.py",
-        "-dev.txt && python -m pytest",
-    ]
-    assert "git clone --depth 1" in readme and ".venv\\Scripts\\activate" in readme
-    first = re.findall(r"(?m)^python .*", readme)[:3]
-    assert [line.split("  ")[0] for line in first] == [
-        'python sample.py --infill "To be, or ███ to be" --candidates=4',
-        "python sample.py --watch",
-        'python sample.py --infill "To be, or ███ to be" --candidates=4',
-    ]
 
 
 @pytest.mark.parametrize("path", ["README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=str)

@@ -18,26 +18,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, corpus_of, losses, read_log, tiers
-from nursery import Nursery, begin_ranks, free_port, starter
+from nursery import begin_ranks, free_port, nursery_of_a_file, starter
 from safetensors.torch import load_file, save_file
 
 import mdlm
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support import errors
 from nanomdlm.support.cli import files
-from nanomdlm.support.run import checkpoint, shards
+from nanomdlm.support.run import checkpoint
 from studies import scale
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, /proc")
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    nursery = Nursery()
-    yield nursery
-    nursery.process.stdin.close()
-    nursery.process.wait(60)
-    nursery.folder.cleanup()
+nursery_of_a_file = nursery_of_a_file  # a fixture
 
 
 @pytest.fixture
@@ -153,30 +145,6 @@ def test_every_network_can_be_spread(run, tmp_path, name):
         mdlm.load(out)
 
 
-@pytest.mark.slow
-def test_shards_start_from_a_model_and_keep_time(run, tmp_path):
-    train(run, 0, tmp_path / "model", *SAVED)
-    flags = [f"--init_from={tmp_path / 'model'}", "--max_steps=100000", "--time_limit=8"]
-    said = train(run, 2, tmp_path / "o", *flags, "--shard", "--learning_rate=1e-4")
-    log = read_log(tmp_path / "o")
-    trained = read_log(tmp_path / "model")[-1]["val_nelbo"]
-    assert log[0]["val_nelbo"] == pytest.approx(trained, abs=0.1)
-    assert log[-1]["seconds"] < 12 and "done in" in said
-
-
-@pytest.mark.slow
-def test_bfloat16_shards_agree_within_their_rounding(run, tmp_path):
-    # At higher learning rates bfloat16 differs more between one rank and two, without shards too.
-    flags = [*ALIKE, "--dtype=bfloat16", "--optimizer=adamw", "--eval_windows=0"]
-    flags += ["--learning_rate=1e-3"]
-    train(run, 0, tmp_path / "one", *flags)
-    train(run, 2, tmp_path / "two", *flags, "--shard")
-    (a, _, _), (b, _, _) = results(tmp_path / "one"), results(tmp_path / "two")
-    assert a == pytest.approx(b, abs=5e-3)
-    a, b = (read_log(tmp_path / name)[-1] for name in ("one", "two"))
-    assert abs(a["val_nelbo"] - b["val_nelbo"]) < 2 * a["val_nelbo_se"]
-
-
 @pytest.mark.parametrize("optimizer", tiers(["adamw", "muon"], slow=["muon"]))
 def test_fewer_ranks_resume_what_four_saved(run, tmp_path, optimizer):
     flags = [*SAVED, f"--optimizer={optimizer}"]
@@ -268,14 +236,6 @@ def forge(folder, change):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_part_that_nodes_cannot_see_is_named(tmp_path):
-    """As on nodes that do not share an --out_dir."""
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "shard-00001-model-00001-of-00001.safetensors").touch()
-    with pytest.raises(errors.UserError, match=r"2 ranks wrote a file .* first rank sees 1"):
-        shards.written_files(tmp_path, 2)
-
-
 def test_forged_parts_are_refused(parts, tmp_path):
     def cut(tensors):
         return {name: t[:1].contiguous() if t.dim() else t for name, t in tensors.items()}
@@ -302,20 +262,6 @@ def test_a_missing_part_is_named(parts, tmp_path):
     with pytest.raises(errors.UserError, match="state-00001-of-00002"):
         checkpoint.verify(out / "step-2")
     assert checkpoint.find_checkpoint(out).name == "step-1"
-
-
-def test_misuse_of_shards_gets_one_sentence(run, tmp_path):
-    alone = run(tmp_path / "o", "--shard")
-    assert alone.wait() == 2
-    assert "there are none; start with torchrun" in alone.err
-    for flag, words in (
-        ("--shard=3", "is 3, which does not divide the 2 ranks"),
-        ("--shard=-2", "from -1"),
-    ):
-        ranks = begin_ranks(2, run, tmp_path / "o", flag, TORCHELASTIC_RUN_ID="a")
-        assert [r.wait() for r in ranks] == [2, 2]
-        assert words in ranks[0].err and ranks[1].err in ("", ranks[0].err)
-    assert not (tmp_path / "o").exists()
 
 
 # --------------------------------------------------------------------------------------------------

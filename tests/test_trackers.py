@@ -94,19 +94,6 @@ def test_wandb_has_what_the_log_has(text_file, tmp_path, monkeypatch):
     assert [run.id for run in runs] == ["run 0", "run 0", "run 2"]
 
 
-def test_wandb_without_a_login(text_file, tmp_path, monkeypatch, capsys):
-    """One sentence, whose advice test_wandb_has_what_the_log_has follows."""
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(**settings):
-        raise wandb.errors.UsageError("No API key configured.")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    assert run_mdlm(*flags_of(text_file, tmp_path / "out", "wandb")) == 2
-    said = capsys.readouterr().err
-    assert "--tracker=wandb" in said
-
-
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_missing_package_is_one_sentence(name, text_file, tmp_path, monkeypatch, capsys):
     """Before anything is written, and before a run that is replaced loses anything."""

@@ -18,7 +18,6 @@ from conftest import (
     CPU,
     ROOT,
     TINY,
-    StopAt,
     corpus_of,
     losses,
     read_log,
@@ -26,7 +25,6 @@ from conftest import (
     saved,
     sign,
     tiny_flags,
-    watch_masks,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 import mdlm
 import sample
 from nanomdlm.support import errors, numerics, view
-from nanomdlm.support.cli import entry, signals
+from nanomdlm.support.cli import entry
 from nanomdlm.support.run import checkpoint, optimizers, session
 from nanomdlm.support.run.clock import Clock
 
@@ -360,15 +358,6 @@ def test_time_limit_covers_everything(text_file, tmp_path, clock, slow):
     assert [r["lr_scale"] for r in log if "lr_scale" in r][-1] < 0.1
 
 
-def test_time_limit_opens_the_rates(text_file, tmp_path, monkeypatch, slow):
-    slow(call=0.5)
-    masked = watch_masks(monkeypatch)
-    assert run_for_100_seconds(text_file, tmp_path / "out")[0] == 0
-    spread = [int(n.max() - n.min()) for n in masked]  # of 32 tokens
-    assert spread[0] == 1, "half of the tokens in the first half"
-    assert spread[-1] >= 16, "any number at the end"
-
-
 @pytest.mark.parametrize("call, interval, steps", [(2, 10, 20), (7, 1000, 9)])
 def test_slow_evaluation_never_breaks_the_limit(
     text_file, tmp_path, clock, slow, call, interval, steps
@@ -427,7 +416,7 @@ def test_compiled_variants_give_eager_losses(text_file, tmp_path, more):
 # Fine-tuning
 
 
-def test_fine_tuning_keeps_weights_and_tokenizer(run, tmp_path, capsys):
+def test_fine_tuning_keeps_weights_and_tokenizer(run, tmp_path):
     other = tmp_path / "other.txt"  # with fewer characters: its own tokenizer would be another
     other.write_text("the other text has few letters\n" * 40)
     flags = [f"--data={other}", *TINY, "--max_steps=1", f"--init_from={run}"]
@@ -439,17 +428,16 @@ def test_fine_tuning_keeps_weights_and_tokenizer(run, tmp_path, capsys):
     begins_at = mdlm.evaluate(source, windows)["nelbo"]
     assert read_log(out)[0]["val_nelbo"] == pytest.approx(begins_at, abs=1e-4)
 
-    other.write_text("what it never saw: \u2603\n" * 200)
-    capsys.readouterr()
-    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'c'}") == 2
-    assert "\u2603" in capsys.readouterr().err
-
 
 def test_importing_has_no_side_effects(tmp_path):
+    """Nor does it import what is optional; the time of a run includes the imports."""
     program = (
-        "import sys; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1])\n"
-        "import mdlm, sample, eval, bench\n"
-        "heavy = {'matplotlib', 'torch._dynamo', 'tokenizers', 'pooch'}\n"
+        "import sys, time; sys.modules['triton'] = None; sys.path.insert(0, sys.argv[1])\n"
+        "began = time.monotonic()\n"
+        "import mdlm\n"
+        "assert 0 < 4 * (mdlm.PROCESS_START - began) < time.monotonic() - began\n"
+        "import sample, eval, bench, export\n"
+        "heavy = {'matplotlib', 'torch._dynamo', 'tokenizers', 'pooch', 'pyarrow'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
     )
     command = [sys.executable, "-c", program, str(ROOT)]
@@ -489,21 +477,6 @@ def test_resume_works_without_source_or_elsewhere(run, tmp_path):
     assert saved(moved)[1][0] == 5
 
 
-@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "train.bin", "val.bin"])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_no_run_resumes_on_damaged_data(run, capsys, name, damage):
-    path = run / "data" / name
-    content = path.read_bytes()
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(content[: len(content) // 2])
-    code = run_mdlm("--resume", "--max_steps=5", f"--out_dir={run}")
-    said = capsys.readouterr().err
-    assert code == 2
-    assert (name in said or str(run) in said) and "Traceback" not in said
-
-
 def test_run_resumes_only_on_its_text(pydoc, tmp_path, capsys):
     source = tmp_path / "source.txt"
     source.write_text(pydoc[:6000])
@@ -518,17 +491,6 @@ def test_run_resumes_only_on_its_text(pydoc, tmp_path, capsys):
     assert said.count("\n") == 1
     source.write_text(pydoc[:6000])
     assert run_mdlm(*resume) == 0
-
-
-def test_run_stopped_at_its_end_is_evaluated(short_run, tmp_path, monkeypatch):
-    text = short_run.parent / "text.txt"
-    out = tmp_path / "out"
-    monkeypatch.setattr(signals, "Interrupt", lambda: StopAt(3))
-    assert run_mdlm(f"--data={text}", *TINY, "--max_steps=3", f"--out_dir={out}") == 130
-    monkeypatch.undo()
-    assert run_mdlm("--resume", f"--out_dir={out}") == 0
-    assert read_log(out)[-1]["step"] == 3
-    assert "val_nelbo" in read_log(out)[-1]
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "version", "missing"])

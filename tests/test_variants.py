@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import mdlm
-from nanomdlm import variants
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.variants.variant import Variant
 
@@ -96,26 +95,3 @@ def test_the_evaluation_of_a_variant_with_another_loss_stays_the_bound():
     plain = mdlm.evaluate(run.model, text)
     run.model.objective = Distilled(run.model.objective, run.model)
     assert mdlm.evaluate(run.model, text) == plain
-
-
-def test_a_variant_is_one_line_in_the_list():
-    """What it asks for, what it is refused with, and how it wraps, are in its own file."""
-    file = SimpleNamespace(
-        __name__="nanomdlm.variants.toy",
-        FLAG="seed",
-        wrap=lambda objective, end_id, mean_length: Distilled(objective, None),
-        REFUSED=dict(blocks="for a test"),
-    )
-    variants.VARIANTS.append(file)
-    try:
-        config = mdlm.Config(seed=7, block_size=T)
-        assert type(variants.choose(config, mdlm.MaskedDiffusion(config, V))) is Distilled
-        refused = mdlm.Config(seed=7, block_size=T, block_length=4)
-        try:
-            variants.check(refused)
-        except ValueError as e:
-            assert "--seed=7 and --block_length=4" in str(e)
-        else:
-            raise AssertionError("it is refused")
-    finally:
-        variants.VARIANTS.remove(file)

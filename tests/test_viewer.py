@@ -5,7 +5,6 @@ import re
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT  # noqa: F401 (puts the root on the path)
@@ -152,21 +151,6 @@ def texts(page, order):
     return page.js(f"{json.dumps(order)}.map(s => {{ jump(s); return text(); }})")
 
 
-def state(page):
-    slider = "Number(document.querySelector('#slider').value)"
-    return SimpleNamespace(
-        **page.js(f"({{step: step, text: text(), playing: timer > 0, slider: {slider}}})")
-    )
-
-
-def wait(page, condition):
-    check = f"if ({condition}) {{ clearInterval(poll); done(); }}"
-    script = f"const poll = setInterval(() => {{ {check} }}, 10)"
-    page.call(
-        "/execute/async", script=f"const done = arguments[arguments.length - 1]; {script}", args=[]
-    )
-
-
 def test_frames_are_the_replay_in_any_order(page):
     for i, sample in enumerate(SAMPLES):
         want = replay(sample)
@@ -205,73 +189,3 @@ def test_attacks_stay_text(page):
     assert (
         page.js("document.querySelector('#text').textContent") == "ROMEO:\n"
     )  # a mask hides no text
-
-
-def test_text_follows_the_slider(page):
-    n, want = len(SAMPLES[0]["frames"]), replay(SAMPLES[0])
-    assert state(page).__dict__ == dict(step=0, text=want[0], playing=False, slider=0)
-    page.mouse("#slider", click=True)
-    now = state(page)
-    assert abs(now.step - n / 2) <= 1 and now.slider == now.step and now.text == want[now.step]
-
-
-def test_play_stops_at_the_last_step(page):
-    page.js("load(2)")
-    page.mouse("#play", click=True)
-    assert state(page).playing
-    wait(page, "!timer")
-    assert state(page).step == len(SAMPLES[2]["frames"])
-
-
-def test_tooltip_tells_confidence_and_alternatives(page):
-    tip = (
-        "(document.querySelector('#tip').hidden ? null : document.querySelector('#tip').innerText)"
-    )
-    page.js("jump(1)")
-    assert page.js(tip) is None
-    page.mouse("[data-p='9']")
-    assert re.sub(r"\s+", " ", page.js(tip)) == "? step 1, confidence 13 % ? 13 %"
-    page.mouse("[data-p='2']")
-    assert re.sub(r"\s+", " ", page.js(tip)) == "M given"
-    page.press("escape")
-    assert page.js(tip) is None
-    page.js("jump(1e6)")
-    page.mouse("[data-p='10']", click=True)
-    assert re.sub(r"\s+", " ", page.js(tip)).endswith("60 % ↵ 30 % ␣ 10 %")
-    page.mouse("#where")
-    assert page.js(tip) is None
-
-
-NOTICE = """(notice => {
-  if (!notice) return null;
-  notice.getAnimations().forEach(animation => animation.finish());  // it waits for a slow network
-  return getComputedStyle(notice).visibility + ": " + notice.textContent.replace(/\\s+/g, " ");
-})(document.getElementById("notice"))"""
-
-
-def test_cut_or_damaged_page_says_so(browser, tmp_path):
-    """In its style, its data, its script: the sentence that is there from the start stays."""
-    path = tmp_path / "page.html"
-    viewer.write_page(path, SAMPLES, SETTINGS)
-    whole = path.read_bytes()
-    begin = whole.index(b"{{") if b"{{" in whole else whole.index(b"sample.py --html.")
-    shown = browser.js("location.href")
-    for share in (0, 0.4, 0.99):
-        path.write_bytes(whole[: begin + 30 + int((len(whole) - begin - 70) * share)])
-        browser.call("/url", url=path.as_uri())
-        assert browser.js(NOTICE).startswith("visible: This page did not start: it is cut off"), (
-            share
-        )
-    for place, sentence in (
-        (b'"samples":', "is damaged: its data"),
-        (b"const tokenAt", "did not start"),
-    ):
-        at = whole.index(place) + len(place) + 6
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 2]) + whole[at + 1 :])
-        browser.call("/url", url=path.as_uri())
-        assert f"visible: This page {sentence}" in browser.js(NOTICE)
-    path.write_bytes(whole)
-    browser.call("/url", url=path.as_uri())
-    assert browser.js(NOTICE) is None
-    browser.call("/url", url=shown)
-    browser.call("/se/log", type="browser")  # what the damaged ones said there

@@ -116,7 +116,7 @@ def load(options):
     folders, (model, tokenizer, config) = read_newest(run, read)
     filler = model
     if config.infill_share:  # learned to fill gaps too, by another View
-        filler = mdlm.load(folders[0], device, whole=True)[0]
+        filler = read(folders[0], whole=True)[0]
         for name, p in model.named_parameters():  # the same numbers, once
             owner, _, key = name.rpartition(".")
             setattr(filler.get_submodule(owner), key, p)

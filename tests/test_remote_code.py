@@ -295,6 +295,17 @@ def test_code_does_not_run_unasked(name, folder_of, runs, tmp_path, capfd, monke
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_server_of_blocks_is_told_once(folder_of, some_text, tmp_path):
+    """It opens the network a second time, to fill gaps."""
+    for package in ("greenlet", "starlette", "uvicorn", "pydantic"):
+        pytest.importorskip(package)
+    argv = ["--block_length=4", "--infill_share=0.5", "--max_steps=1", TRUST]
+    assert run_mdlm(*flags_of(folder_of("causal"), some_text, tmp_path / "run", *argv)) == 0
+    options = serve.Options(out_dir=str(tmp_path / "run"), trust_remote_code=True)
+    writer, *_ = serve.load(options)
+    assert writer.filler.mask_id == writer.model.mask_id
+
+
 @pytest.mark.slow
 def test_no_process_runs_code_unasked(runs, tmp_path, monkeypatch):
     """In processes of their own: what the library does of itself counts too."""

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 import mdlm
 from nanomdlm.kernels.reference import philox_words
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import outputs, products, progress, python_arguments
+from nanomdlm.support.cli import outputs, products, python_arguments
 from nanomdlm.support.cli.devices import load_in, pick_device
 from nanomdlm.support.cli.settings import (
     Amount,
@@ -932,7 +932,7 @@ def show_samples(writer, segments, options, is_template, pages):
         watches = [
             display.TerminalPlayer(tokenizer, given, mask, total) for _ in rows.x if options.watch
         ]
-        with progress.bar(total=total, desc="writing", unit=" steps", disable=options.watch) as bar:
+        with terminal.bar(total=total, desc="writing", unit=" steps", disable=options.watch) as bar:
             for step in rows.steps():
                 bar.update()
                 for row, show in [*enumerate(films), *enumerate(watches)]:
@@ -1003,7 +1003,7 @@ def searched(writer, todo, options):
     """Yields (template, [parts, best first], facts) of all templates, in order; todo: as above."""
     n = options.candidates or (1 if options.batch else 3)
     hide = bool(options.batch)  # a bar of all templates is there
-    with progress.bar(desc="searching", unit=" texts", disable=hide) as bar:
+    with terminal.bar(desc="searching", unit=" texts", disable=hide) as bar:
 
         def begin(segments):
             return writer.filling(segments, n, options.max_gap, bar.update, reach=options.reach)
@@ -1119,7 +1119,7 @@ def main(argv):
         # No bar beside the lines of JSON on a terminal.
         hide = not options.batch or (lines is sys.stdout and terminal.is_terminal(sys.stdout))
         rule = ""  # between texts
-        with progress.bar(total=len(todo), unit=" templates", disable=hide) as bar:
+        with terminal.bar(total=len(todo), unit=" templates", disable=hide) as bar:
             for template, texts, facts in answers:
                 if lines is not sys.stdout and not options.batch:
                     print(rule, end="")

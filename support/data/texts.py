@@ -8,8 +8,7 @@ import os
 
 import numpy as np
 
-from nanomdlm.support.cli.progress import bar
-from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.cli.terminal import bar, warn
 from nanomdlm.support.data import patterns, records, sources
 from nanomdlm.support.data.tokenizer import LEARNED, build_tokenizer, name_characters
 from nanomdlm.support.errors import UserError

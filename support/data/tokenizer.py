@@ -364,8 +364,11 @@ def tokenizer_from_json(path, *described):
     described: kind, vocab, end to use instead of those in the file
     """
     described = described or describe(path)
-    with explained(f"{path} has a tokenizer that cannot be used"):
+    try:
         return Tokenizer(*described)
+    except Exception as e:  # whatever a vocabulary of another form leads to
+        why = " ".join(str(e).split())[:200]
+        raise UserError(f"{path} has a tokenizer that cannot be used ({why})") from None
 
 
 def tokenizer_of(folder):

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanomdlm.support.cli import outputs
-from nanomdlm.support.cli.progress import bar
-from nanomdlm.support.cli.terminal import escaped, is_terminal, warn
+from nanomdlm.support.cli.terminal import bar, escaped, is_terminal, warn
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import display
 from nanomdlm.support.infill.templates import read_text

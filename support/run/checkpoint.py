@@ -195,7 +195,7 @@ def read_newest(path, read):
     A run may be training there: if it replaces or removes a checkpoint that is being read, the
     newest one is looked for again. UserError if there is none, or if read(folder) raises one.
     """
-    path = hub.local(path)
+    path = Path(path) if os.path.isdir(path) else hub.local(path)
     if (path / "manifest.json").exists():
         verify(path)
         return path, read(path)

@@ -53,7 +53,7 @@ def located(given):
     found = {}
     if given.get("init_from"):
         found["init_from"] = str(hub.local(given["init_from"]))
-    if "data" in given:
+    if given.get("data", "").startswith(hub.DATASETS):
         found["data"] = hub.dataset(given["data"])
     return given | found
 

@@ -128,7 +128,7 @@ def read(Config, folder):
     return config
 
 
-def resumed(old, given, folder):
+def resumed(old, given):
     """The Config `old` of a checkpoint with the given flags, and what they change of its numbers.
 
     The changes: name -> (old, new).
@@ -147,28 +147,9 @@ def resumed(old, given, folder):
             fix = "leave the flag out, or start again with --overwrite"
             was = "none" if was == "" else was
             raise UserError(f"--{name}={value} contradicts the run in {out}, with {was}; {fix}")
-    check_end(given, old, folder)
     config = dataclasses.replace(old, **changes | dict(out_dir=str(out), overwrite=False))
     choose_end(config, given, old)
     return config, {k: (getattr(old, k), v) for k, v in changes.items() if k in CHANGEABLE}
-
-
-def check_end(given, old, folder):
-    """Raise UserError for a given --max_steps or --time_limit that the run has passed already.
-
-    folder: its checkpoint, with Config `old`. The run's own values are accepted: torchrun repeats
-    them, after a crash at the very end.
-    """
-    state = checkpoint.read_state(folder)
-    step = state["step"]
-    seconds = state["seconds"]
-    steps = given.get("max_steps", old.max_steps)
-    limit = given.get("time_limit") or old.time_limit
-    if steps != old.max_steps and steps < step:
-        raise UserError(f"--max_steps={steps}, but {folder} has made {step} steps; give more")
-    if limit != old.time_limit and limit < seconds:
-        took = f"but {folder} has taken {seconds:.0f} s"
-        raise UserError(f"--time_limit={limit:g}, {took}; give more")
 
 
 def is_same_path(name, value, was):

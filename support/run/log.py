@@ -15,7 +15,6 @@ from nanomdlm.support.cli.settings import NO_LIMIT
 from nanomdlm.support.cli.terminal import bar, escaped, silence_stdout
 from nanomdlm.support.errors import SharedError
 from nanomdlm.support.run import ranks, shards
-from nanomdlm.support.run.advice import advice
 from nanomdlm.support.run.evaluation import eval_mode
 
 BAR = "{percentage:3.0f}%|{bar:16}| {desc}, {elapsed}<{remaining}{postfix}"
@@ -234,7 +233,7 @@ def score_of(run, r):
     name = run.objective.metric
     if not math.isfinite(r[name]):
         what = f"validation {name} {r[name]} at step {run.step}: not saved."
-        raise SharedError(f"{what} {advice(run)}")
+        raise SharedError(f"{what} {run.advice()}")
     windows = run.corpus.windows(run.config.eval_windows)
     tokens = windows[run.objective.scored_mask(windows)]
     p = tokens.bincount().double() / len(tokens)

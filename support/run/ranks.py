@@ -78,15 +78,14 @@ def leave_ranks():
     The ranks wait through the store: a rank that leaves during a collective operation resets the
     connections of the others.
     """
-    if CONTROL:
-        numbers = range(distributed.get_world_size())
-        STORE.set(f"ready {distributed.get_rank()}", "")
-        STORE.wait([f"ready {rank}" for rank in numbers])
-        STORE.set(f"leaving {distributed.get_rank()}", "")
-        if is_first_rank():  # its process holds the store, so it leaves last
-            STORE.wait([f"leaving {rank}" for rank in numbers])
-        distributed.destroy_process_group()
-        atexit.unregister(distributed.destroy_process_group)
+    numbers = range(distributed.get_world_size())
+    STORE.set(f"ready {distributed.get_rank()}", "")
+    STORE.wait([f"ready {rank}" for rank in numbers])
+    STORE.set(f"leaving {distributed.get_rank()}", "")
+    if is_first_rank():  # its process holds the store, so it leaves last
+        STORE.wait([f"leaving {rank}" for rank in numbers])
+    distributed.destroy_process_group()
+    atexit.unregister(distributed.destroy_process_group)
 
 
 # ---- Splitting work, and common decisions
@@ -139,8 +138,11 @@ def together(do):
     This is a vote. Inside, no other one may be taken, nor may ranks exchange anything else: a rank
     that has failed would not take part. The first rank prints the message of the first that failed.
     """
-    if not CONTROL:
-        return do()
+    return vote(do) if CONTROL else do()
+
+
+def vote(do):
+    """`together` of several ranks."""
     result = error = None
     try:
         result = do()
@@ -159,9 +161,10 @@ def together(do):
 
 def first(do):
     """Call do() on the first rank while the others wait; all get its result, or its UserError."""
-    result = [together(lambda: do() if is_first_rank() else None)]
-    if CONTROL:
-        distributed.broadcast_object_list(result, 0, CONTROL)
+    if not CONTROL:
+        return do()
+    result = [vote(lambda: do() if is_first_rank() else None)]
+    distributed.broadcast_object_list(result, 0, CONTROL)
     return result[0]
 
 

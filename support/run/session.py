@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from nanomdlm.support.cli import devices, environment, files, networks, out_of_memory
+from nanomdlm.support.cli import devices, environment, files, networks
+from nanomdlm.support.cli.entry import is_out_of_memory
 from nanomdlm.support.cli.signals import handlers_kept, signals_wait
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.data import sources, windows
@@ -36,7 +37,6 @@ from nanomdlm.support.run import (
 )
 from nanomdlm.support.run import config as settings_of_run
 from nanomdlm.support.run import folder as run_folder
-from nanomdlm.support.run.advice import advice, advice_on_memory
 from nanomdlm.support.run.clock import Clock
 from nanomdlm.support.run.log import Log, read_lines
 
@@ -63,7 +63,8 @@ def open_session(Config, given, start):
             yield session
         if session.log.tracker:
             session.log.tracker.close()
-        ranks.leave_ranks()
+        if ranks.CONTROL:
+            ranks.leave_ranks()
 
 
 def find(Config, given, world):
@@ -73,7 +74,7 @@ def find(Config, given, world):
         given = given | dict(resume=bool(resumed_from))
     if resumed_from:
         before = settings_of_run.read(Config, resumed_from)
-        config, changed = settings_of_run.resumed(before, given, resumed_from)
+        config, changed = settings_of_run.resumed(before, given)
     else:
         before = Config
         changed = {}
@@ -326,7 +327,7 @@ def check_finite(run, tensors):
     for name, t in tensors.items():
         part = t.to_local() if hasattr(t, "to_local") else t  # with --shard
         if not part.isfinite().all():
-            raise RankError(f"{name} is not finite at step {run.step}: not saved. {advice(run)}")
+            raise RankError(f"{name} is not finite at step {run.step}: not saved. {run.advice()}")
 
 
 def in_memory(weights, tensors):
@@ -359,12 +360,12 @@ def memory_explained(session):
         yield
     except (MemoryError, RuntimeError) as e:
         run = session.run
-        if not out_of_memory.is_full(e) or run is None:
+        if not is_out_of_memory(e) or run is None:
             raise
         batch = f"{run.micro_batch} sequences of {run.config.block_size} tokens at a time"
         size = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
         what = f"out of memory on {run.device}, with {batch} and {size}"
-        raise RankError(f"{what}. {advice_on_memory(run)}") from e
+        raise RankError(f"{what}. {run.advice_on_memory()}") from e
 
 
 # ---- The state of the process

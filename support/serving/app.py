@@ -29,7 +29,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import out_of_memory
+from nanomdlm.support.cli.entry import is_out_of_memory
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.constrain.automaton import still_wanted
 from nanomdlm.support.errors import TooLong, UserError
@@ -108,7 +108,7 @@ def explained(error):
         return Refused(sentence, param, code=code)
     if type(error) in ENDS:
         return Refused(*ENDS[type(error)])
-    if out_of_memory.is_full(error):
+    if is_out_of_memory(error):
         what = "out of memory; try again later, or ask for fewer tokens"
         return Refused(what, status=503, code="memory", wait=5)
     at = traceback.extract_tb(error.__traceback__)

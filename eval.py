@@ -102,11 +102,7 @@ def open_data(data, folder, tokenizer, config, device):
     source = str(prepared) if is_own else data or config.data
     path = Path(source)
     if source == "shakespeare":
-        try:
-            path = sources.shakespeare()
-        except OSError as e:
-            fix = "connect to a network, or give --data=FILE"
-            raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
+        path = sources.require_shakespeare()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         is_ids = sources.is_ids(path)
         if not is_ids:

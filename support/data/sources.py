@@ -82,12 +82,7 @@ def find_text(name):
 
         return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
     if name == "shakespeare":
-        try:
-            name = shakespeare()
-        except OSError as e:
-            fix = "connect to a network, or give --data=FILE or --data=pydoc"
-            what = f"--data=shakespeare cannot be downloaded ({e})"
-            raise UserError(f"{what}; {fix}") from None
+        name = require_shakespeare()
     records.check_plain(name)
     return lambda: read_text(name)
 
@@ -102,6 +97,15 @@ def shakespeare():
         return Path(pooch.retrieve(URL, SHA256, name, pooch.os_cache("mdlm"), downloader=http))
     except (OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
         raise OSError(str(e) if isinstance(e, ValueError) else type(e).__name__) from None
+
+
+def require_shakespeare():
+    """`shakespeare`; UserError if it is not here, and cannot be downloaded."""
+    try:
+        return shakespeare()
+    except OSError as e:
+        fix = "connect to a network, or give --data=FILE or --data=pydoc"
+        raise UserError(f"--data=shakespeare cannot be downloaded ({e}); {fix}") from None
 
 
 def split_documents(texts, separator, size=PIECE):

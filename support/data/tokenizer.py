@@ -373,20 +373,32 @@ def tokenizer_from_json(path, *described):
 
 def tokenizer_of(folder):
     """The Tokenizer of a checkpoint, of an export by export.py --to=hf, or of another model."""
-    path = folder / "tokenizer.json"
     config = read_json(folder / "config.json", "config")
     kind = config.get("model_type")
-    if kind not in (None, "mdlm"):
-        tokenizer = open_tokenizer(path, False)
-        specials = tokenizer.special_ids()
-        end = next((specials[name] for name in END_TOKENS if name in specials), None)
-        if "mdlm_shift" in config:  # an export of ours says it
-            end = config.get("eos_token_id") if config.get("is_causal") else None
-        elif {*MASKS} & {*specials}:  # an encoder, which ends no texts
-            end = None
-        return tokenizer if end is None else Tokenizer(tokenizer.kind, tokenizer.vocab, end)
+    if kind == "mdlm":
+        return tokenizer_of_export(folder)
+    if kind is not None:
+        return tokenizer_of_network(folder, config)
+    return tokenizer_from_json(folder / "tokenizer.json")
+
+
+def tokenizer_of_network(folder, config):
+    """Of a model of the transformers library, with this config.json."""
+    tokenizer = open_tokenizer(folder / "tokenizer.json", False)
+    specials = tokenizer.special_ids()
+    end = next((specials[name] for name in END_TOKENS if name in specials), None)
+    if "mdlm_shift" in config:  # an export of ours says it
+        end = config.get("eos_token_id") if config.get("is_causal") else None
+    elif {*MASKS} & {*specials}:  # an encoder, which ends no texts
+        end = None
+    return tokenizer if end is None else Tokenizer(tokenizer.kind, tokenizer.vocab, end)
+
+
+def tokenizer_of_export(folder):
+    """Of our own network, as export.py has written it: a file has two more special tokens."""
+    path = folder / "tokenizer.json"
     tokenizer = tokenizer_from_json(path)
-    if kind != "mdlm" or tokenizer.kind != "file":
+    if tokenizer.kind != "file":
         return tokenizer
     content = read_json(path, "tokenizer")
     added = [each for each in content.get("added_tokens") or [] if each["content"] not in ADDED]

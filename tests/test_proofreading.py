@@ -24,10 +24,9 @@ from nanomdlm.support.errors import UserError
 from nanomdlm.support.proofread import mistakes, proofreader, races
 from nanomdlm.support.proofread.changes import Change, Part
 from nanomdlm.support.proofread.file import Shown
-from nanomdlm.support.proofread.proofreader import Proofreader
+from nanomdlm.support.proofread.proofreader import Proofreader, Words
 from nanomdlm.support.proofread.races import Edit
 from nanomdlm.support.proofread.tokens import Cutter, Token
-from nanomdlm.support.proofread.words import Words
 from nanomdlm.support.run import folder as run_folder
 from studies import proofreading as study
 

@@ -29,11 +29,6 @@ def check_text(text):
 
 
 # ---- Ids
-def last_id(model):
-    """The largest id that a model accepts: our [MASK], or a token of a pretrained encoder."""
-    return max(model.vocab_size - 1, model.mask_id)
-
-
 def whole_ids(ids, limit, mask_id):
     """Ids of a list, an array or a tensor (n,) as ints; UserError unless they are 0 to `limit`.
 
@@ -51,7 +46,9 @@ def whole_ids(ids, limit, mask_id):
 
 def check_ids(model, x, name="x", masks=True):
     """Raise UserError unless x is (B, T) int64 of tokens, or of [MASK] if masks, in the context."""
-    limit = last_id(model) if masks else model.vocab_size - 1
+    limit = model.vocab_size - 1
+    if masks:  # ours is behind all tokens; that of a pretrained encoder is one of them
+        limit = max(limit, model.mask_id)
     if x.dtype != torch.int64 or x.dim() != 2:
         raise UserError(
             f"{name} must be a tensor (B, T) of int64 ids, not {tuple(x.shape)} {x.dtype}"

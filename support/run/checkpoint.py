@@ -406,22 +406,29 @@ def saved_buffers(model):
     return model.state_dict().keys() & dict(model.named_buffers(recurse=False)).keys()
 
 
+KINDS = ("F32", "BF16", "F16")  # dtypes of weights in a file
+
+
 def read_weights(folder, model):
     """The weights of a checkpoint or an export, with the names and shapes of the model's."""
-    path = folder / "model.safetensors"
-    expected = model.state_dict()
     if is_foreign(folder):  # the library has read them
-        return expected
-    kinds = ("F32", "BF16", "F16")
-    if not is_export(folder):
-        return read_tensors(path, expected, kinds)
+        return model.state_dict()
+    path = folder / "model.safetensors"
+    if is_export(folder):
+        return read_exported(path, model)
+    return read_tensors(path, model.state_dict(), KINDS)
+
+
+def read_exported(path, model):
+    """The weights of a model of ours that export.py has written."""
+    expected = model.state_dict()
     unknown = {name: torch.ones_like(expected.pop(name)) for name in saved_buffers(model)}
     stored = dict(expected)
     vocabularies = {"embed.weight", "head.weight"} & expected.keys()
     for name in vocabularies:  # a row for each id of the library, [MASK] and [PAD] among them
         C = expected[name].shape[1]
         stored[name] = torch.empty(model.vocab_size + 2, C, device="meta")
-    tensors = read_tensors(path, stored, kinds)
+    tensors = read_tensors(path, stored, KINDS)
     for name in vocabularies:
         tensors[name] = tensors[name][: len(expected[name])]
     return tensors | unknown  # lengths of documents: all are as likely

@@ -87,7 +87,7 @@ def find(Config, given, world):
     if config.shard:
         shards.check(config.shard, world)
     if config.tracker != "none":
-        trackers.check(config)
+        environment.optional(config.tracker, f"--tracker={config.tracker}")
     run_folder.check_place(config, resumed_from)
     run_folder.lock(Path(config.out_dir))
     return config, resumed_from, changed

@@ -864,11 +864,9 @@ CLASHES = [
 
 
 def place_text(given):
-    """The flags, with a text without a flag as --infill, if it has gaps, or as --prompt."""
+    """The flags, with the text without a flag as --infill, if it has gaps, or as --prompt."""
     given = dict(given)
-    text = given.pop("text", None)
-    if text is None:
-        return given
+    text = given.pop("text")
     for name in ("prompt", "infill", "batch", "fix"):
         if name in given:
             raise UserError(f"{text[:40]!r} is a second text besides --{name}; give one of them")
@@ -1086,7 +1084,9 @@ def open_batch(options, todo, folders):
 
 def main(argv):
     about = f"{__doc__}\n--order: {MEANINGS}."
-    given = place_text(parse_settings(Options, argv, about, groups=GROUPS, free="text"))
+    given = parse_settings(Options, argv, about, groups=GROUPS, free="text")
+    if "text" in given:
+        given = place_text(given)
     options = Options(**given)
     check(options, given)
     model, tokenizer, folders, options = load(options)

@@ -349,8 +349,9 @@ def describe(path):
     """(kind, vocab, end) of the Tokenizer in a tokenizer.json, as it says; UserError if none is."""
     content = read_json(path, "tokenizer")
     if "format" not in content:
-        file = tokenizer_json.without_name(read_small(path), content)
-        return tokenizer_json.describe(content) or ("file", *file)
+        if ours := tokenizer_json.describe(content):
+            return ours
+        return "file", *tokenizer_json.without_name(read_small(path), content)
     ours = (content["format"], content.get("version")) == ("mdlm-tokenizer", 1)
     kind, vocab, end = (content.get(key) for key in ("kind", "vocab", "end"))
     if not ours or type(end) not in (bool, int):

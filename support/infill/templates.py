@@ -387,18 +387,15 @@ def is_template(text, tokenizer):
     return bool(gap_pattern(tokenizer).search(text))
 
 
-def pieces(template, gap, escape=""):
+def pieces(template, gap):
     """Cut a template into text and marks of gaps, in turn; text between two marks may be empty.
 
-    gap: see gap_pattern. escape: stands for a backslash that says that no mark follows. Raises
-    UserError for a gap that must match and has no end.
+    gap: see gap_pattern. Raises UserError for a gap that must match and has no end.
     """
     escapes = {match.start() for match in ESCAPE.finditer(template)}
 
-    def text(begin, end):
-        if not escapes:
-            return template[begin:end]
-        return "".join(escape if i in escapes else template[i] for i in range(begin, end))
+    def text(begin, end):  # without a backslash that says that no mark follows
+        return "".join(template[i] for i in range(begin, end) if i not in escapes)
 
     cut = []
     at = 0
@@ -500,14 +497,7 @@ def read(template, tokenizer, context):
     if not template:
         use = "write a text with █ or [MASK] for each missing token"
         raise UserError(f"the template is empty; {use}")
-    gap = gap_pattern(tokenizer)
-    if tokenizer.kind in ("char", "id"):
-        # The errors of these tokenizers name the position of an unknown character. Encode the whole
-        # template once, its gaps replaced by a known character, so that the position is right.
-        known = " " if tokenizer.kind == "id" else tokenizer.decode([0])
-        cut = pieces(template, gap, known)
-        tokenizer.encode("".join(known * len(cut[i]) if i % 2 else cut[i] for i in range(len(cut))))
-    segments = split(template, gap)
+    segments = split(template, gap_pattern(tokenizer))
     if all(isinstance(segment, str) for segment in segments):
         use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"
         raise UserError(f"{template[:40]!r} has no gap; {use}")

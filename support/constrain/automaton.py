@@ -121,9 +121,7 @@ def spellings(tokenizer, is_first=False, space=""):
     "drop", or "lent" (it must be there, and is shown before the gap). None: a gap that must match
     never has this token, such as [END], [MASK] and tokens without a text.
     """
-    never = {tokenizer.end_id, tokenizer.mask_id, *tokenizer.special_ids().values()}
-    if tokenizer.kind == "file":
-        never.add(tokenizer.library.unknown_id)
+    never = tokenizer.not_text()
     ids = range(tokenizer.vocab_size)
     texts = [b"" if i in never else tokenizer.token(i, is_first) for i in ids]
     if space == "lent":

@@ -87,6 +87,10 @@ class Tokenizer:
         """Special token -> its id, of a file of the tokenizers library."""
         return {}
 
+    def not_text(self):
+        """The ids that are no text of a user: [END], [MASK], and in a file special and unknown."""
+        return {self.end_id, self.mask_id}
+
     # ---- Encoding
     def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
@@ -324,6 +328,9 @@ class FromLibrary(Tokenizer):
     def special_ids(self):
         added = self.library.library.get_added_tokens_decoder() if self.kind == "file" else {}
         return {token.content: id for id, token in added.items() if token.special}
+
+    def not_text(self):
+        return super().not_text() | {*self.special_ids().values(), self.library.unknown_id}
 
     @functools.cached_property
     def spelled(self):

@@ -104,13 +104,11 @@ class Cutter:
 
     def barred(self, vocab_size):
         """(V,) bool: the ids that are not proposed: they are not text, or not on their own."""
-        never = {self.tokenizer.end_id, self.mask}
+        never = self.tokenizer.not_text()
         if self.tokenizer.kind == "byte":
             never |= {*range(128, 256)}
         elif self.tokenizer.kind == "word":
             never |= {*range(256)}
-        elif not self.by_character:
-            never |= {*self.tokenizer.special_ids().values(), self.tokenizer.library.unknown_id}
         return torch.tensor([id in never for id in range(vocab_size)])
 
     def reads_as(self, tokens):

@@ -51,10 +51,10 @@ def find_network(given):
     return found
 
 
-def file_of_run(source):
-    """The network.json of a run or checkpoint; None if it has none."""
+def file_of_run(source, name=FILE):
+    """The file of this name in a run's newest checkpoint, or in a checkpoint; None if none is."""
     folders = [Path(source), *checkpoint.checkpoints(source)]
-    return next((p / FILE for p in folders if (p / FILE).exists()), None)
+    return next((p / name for p in folders if (p / name).exists()), None)
 
 
 def open_network(config, folder=None):

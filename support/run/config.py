@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-from pathlib import Path
 
 from nanomdlm.support.cli import devices, hub, networks, settings
 from nanomdlm.support.cli.settings import NO_LIMIT
@@ -88,8 +87,7 @@ def inherited(given, known):
     source = given["init_from"]
     if checkpoint.is_foreign(source):
         return {}
-    folders = [Path(source), *checkpoint.checkpoints(source)]
-    path = next((p / "config.json" for p in folders if (p / "config.json").exists()), None)
+    path = networks.file_of_run(source, "config.json")
     if path is None:
         return {}  # load says what is missing
     was = checkpoint.read_settings(path, known)

@@ -125,10 +125,8 @@ def was_stopped():
 # ---- Errors of one rank, raised on all
 def gather(value):
     """Return the values of all ranks, in a list."""
-    values = [value]
-    if CONTROL:
-        values = [None] * distributed.get_world_size()
-        distributed.all_gather_object(values, value, CONTROL)
+    values = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value, CONTROL)
     return values
 
 
@@ -173,7 +171,12 @@ def check_alike(mine):
 
     mine: what must be the same on all of them, {name: value}
     """
-    everyone = gather(mine)
+    if CONTROL:
+        compare(gather(mine))
+
+
+def compare(everyone):
+    """Raise RankError if the dicts of all ranks are not the same."""
     names = sorted({name for theirs in everyone for name in theirs})
     for rank, theirs in enumerate(everyone):
         for name in names:

@@ -274,10 +274,8 @@ class Session:
         program = "torchrun ... mdlm.py" if ranks.CONTROL else environment.command("mdlm.py")
         again = f"{program} {out_dir} --resume"
         if self.is_over and not interrupted:
-            more = f"--max_steps={2 * run.config.max_steps}"
-            if run.config.time_limit:
-                more = f"--time_limit={2 * run.config.time_limit:g}"
-            say(f"this run ended at step {run.step}; to continue, raise that: {again} {more}")
+            limit = "time_limit" if run.config.time_limit else "max_steps"
+            say(f"this run ended at step {run.step}; to continue: {again} --{limit}=MORE")
             return 0
         if not interrupted or run.clock.saved != run.step:
             self.save(run, finished=not interrupted)

@@ -92,8 +92,7 @@ def check_folder(flag, path, read, names):
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as e:
-        fix = "check that path, or give a folder that you may write to"
-        raise UserError(f"--{flag}={path} cannot be created ({e.strerror}); {fix}") from None
+        raise UserError(f"--{flag}={path} cannot be created ({e.strerror})") from None
     for name in names:
         check(flag, os.path.join(path, name), read)
 
@@ -218,8 +217,7 @@ class Continued(Lines):
             content = part.read_bytes() if part.exists() else head
             if not content.startswith(head):
                 self.unlock()
-                what = f"{part} is of other templates, settings, or weights"
-                raise UserError(f"{what}; remove that file to start over, or {FIX}")
+                raise UserError(f"{part} is of another job; remove it to start over, or {FIX}")
             content = content[: content.rindex(b"\n") + 1]  # a kill may have cut the last line
             self.done = content.count(b"\n") - 1
             write_atomically(part, content)

@@ -82,8 +82,7 @@ def check_tokenizer(tokenizer, model):
     """Raise UserError for a tokenizer that is not the model's."""
     same = tokenizer.vocab_size == model.vocab_size
     if not same or model.objective.end_id not in (-1, tokenizer.end_id):
-        given = f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}"
-        raise UserError(f"{given}; give the tokenizer that mdlm.load returns with this model")
+        raise UserError("the tokenizer is of another model; give that of mdlm.load")
 
 
 def check_gaps(model, x, fill):
@@ -104,8 +103,7 @@ def row_numbers(samples, B, device):
         return torch.arange(B, device=device)
     numbers = torch.as_tensor(samples).to(torch.int64)
     if numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
-        wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
-        raise UserError(f"{wrong}, not {shown(samples)}")
+        raise UserError(f"samples={shown(samples)} must be {B} whole numbers from 0 to 2^32 - 1")
     return numbers.to(device)
 
 

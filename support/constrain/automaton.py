@@ -330,8 +330,7 @@ def automaton_of(pattern, tokenizer, is_first=False, space="", lead=""):
     token_accepts[0] = accepts[0] and space != "lent"  # the space is some token's
     next, shortest = without_dead_ends(next, token_accepts)
     if shortest is None:
-        what = f"no text of the tokens that this model knows matches {pattern[:40]!r}"
-        raise UserError(f"{what}; give a pattern of the characters of its training text")
+        raise UserError(f"no text of the tokens that this model knows matches {pattern[:40]!r}")
     return Automaton(pattern, (table, accepts), next, classes, token_accepts, shortest)
 
 

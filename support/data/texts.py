@@ -211,8 +211,7 @@ class Records(Source):
         if not self.config.prompt_column:
             return super().find_edge(nine_tenths, ends)
         if len(ends) < 2:
-            what = f"--data={self.config.data} is a single prompt with its answer"
-            raise UserError(f"{what}, with no record left to validate; give more records")
+            raise UserError(f"--data={self.config.data} is a single prompt; give more records")
         edge = ends[bisect.bisect_left(ends, nine_tenths)]
         return edge if edge < self.n else ends[-2]
 

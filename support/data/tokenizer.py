@@ -307,8 +307,7 @@ class FromLibrary(Tokenizer):
         for id in {self.end_id, self.mask_id}.intersection(ids):
             token = self.library.library.id_to_token(id)
             use = "ends a document" if id == self.end_id else "is [MASK]"
-            what = f"a part of the text is read as {token!r}, which {use}"
-            raise UserError(f"{what}; remove it from the text, or use another --end")
+            raise UserError(f"a part of the text is read as {token!r}, which {use}; remove it")
 
     def encode_lossless(self, text, after_gap=False):
         if self.kind == "file":

@@ -48,8 +48,7 @@ def check_output(options):
     is_same = options.fix != "-" and outputs.is_same(options.output, options.fix)
     outputs.check_all(replace(options, fix="") if is_same else options)
     if is_same and not outputs.is_replaced(Path(options.output)):
-        what = f"--output={options.output} would be overwritten before the new text is complete"
-        raise UserError(f"{what}, as it is a link or in a closed folder; give another file")
+        raise UserError(f"--output={options.output} cannot be replaced at once; give another file")
 
 
 def write(path, text):

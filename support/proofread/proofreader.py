@@ -83,9 +83,7 @@ def check_model(model, tokenizer):
     """Raise UserError for a model that cannot see the text on both sides of a token."""
     check_tokenizer(tokenizer, model)
     if abilities.is_causal(model) or model.objective.n_texts > 1 or model.config.prompt_column:
-        what = "this model does not see the whole text around a token, so it cannot proofread"
-        fix = "give a masked diffusion model of whole texts, without blocks or of --infill_share"
-        raise UserError(f"{what}; {fix}")
+        raise UserError("proofreading needs a masked diffusion model that sees whole texts")
 
 
 class Answers(NamedTuple):

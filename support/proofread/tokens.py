@@ -27,8 +27,7 @@ class Cutter:
 
     def __init__(self, tokenizer):
         if tokenizer.kind == "id":
-            what = "this model learned ids, whose text is not known"
-            raise UserError(f"{what}; --fix needs one that learned text")
+            raise UserError("this model learned ids, whose text is not known; --fix needs text")
         self.tokenizer = tokenizer
         self.mask = tokenizer.mask_id
         self.by_character = tokenizer.kind in ("char", "byte")

@@ -320,13 +320,11 @@ def read_settings(path, known):
         return settings_of_export(content, known)
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
-        what = f"{path} has version {version!r} of format {kind!r}"
-        raise UserError(f"{what}; this program reads settings of version 1 of mdlm")
+        raise UserError(f"{path} has version {version!r} of format {kind!r}, not 1 of mdlm")
     if settings.keys() - known:
         settings = upgraded(settings)
     for name in sorted(settings.keys() - known):
-        fix = "use the version that wrote it, or train again"
-        raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
+        raise UserError(f"{path} has a setting of another version: {name[:40]!r}")
     return settings
 
 
@@ -389,15 +387,13 @@ def read_tensors(path, expected=None, kinds=("F32",)):
             wanted = {name: list(t.shape) for name, t in expected.items()}
             for name in sorted(slices.keys() | wanted.keys()):
                 if name not in wanted or shapes.get(name) != wanted[name]:
-                    why = f"{name} is missing, unexpected or misshapen"
-                    raise UserError(f"{path} does not fit its config: {why}")
+                    raise UserError(f"{path} does not fit its config: see {name}")
         tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
     if expected is not None:
         tensors = {name: t.float() for name, t in tensors.items()}
     for name, t in tensors.items():
         if t.is_floating_point() and not t.isfinite().all():
-            fix = "use an earlier checkpoint, or train again"
-            raise UserError(f"{path}: {name} has numbers that are not finite; {fix}")
+            raise UserError(f"{path}: {name} has numbers that are not finite")
     return tensors
 
 

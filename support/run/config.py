@@ -176,13 +176,11 @@ def check(config, world=1):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
     if config.network and config.time_conditioning:
-        what = f"--network={config.network}, a pretrained network, which cannot use the mask rate"
-        raise UserError(f"--time_conditioning does not work with {what}; leave it out")
+        raise UserError(f"--time_conditioning does not work with --network={config.network}")
     if config.data == "patterns":
         patterns.check(config)
     if config.chat_column and config.prompt_column != config.chat_column:
-        both = f"--chat_column={config.chat_column} and --prompt_column={config.prompt_column}"
-        raise UserError(f"{both} contradict each other; give one of them")
+        raise UserError("--chat_column and --prompt_column contradict each other; give one of them")
     if config.prompt_column == config.text_column and not config.chat_column:
         raise UserError(f"--prompt_column={config.prompt_column} is also --text_column; name two")
 

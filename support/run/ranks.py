@@ -182,5 +182,4 @@ def compare(everyone):
         for name in names:
             here, there = everyone[0].get(name, "none"), theirs.get(name, "none")
             if there != here:
-                fix = "start all with the same flags, and with folders that all share"
-                raise RankError(f"rank {rank} has {name} {there}, the first rank {here}; {fix}")
+                raise RankError(f"rank {rank} has {name} {there}, the first rank {here}")

@@ -185,9 +185,8 @@ class Session:
             network.fit_data(ids)
         state = checkpoint.read_state(self.resumed_from) if self.resumed_from else {}
         if any(state.get(name, value) != value for name, value in ids.identity.items()):
-            fix = "restore it, or start again with --overwrite"
             what = f"{folder} is not what {self.resumed_from} learned"
-            raise UserError(f"--data={config.data}: {what}; {fix}")
+            raise UserError(f"--data={config.data}: {what}; restore it")
         return ids
 
     # ---- The beginning and the end
@@ -377,8 +376,7 @@ def process_of_a_run():
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # it keeps copies of old weights
         raise UserError("a run cannot start inside torch.autocast; call mdlm.main outside of it")
     if not TRAINING.acquire(blocking=False):
-        fix = "wait for its end, or start another process"
-        raise UserError(f"another thread of this process is training; {fix}")
+        raise UserError("another thread of this process is training; wait for its end")
     if "torch._dynamo" in sys.modules:  # else shapes of earlier runs would make this one's dynamic
         torch.compiler.reset()
     dtype = torch.get_default_dtype()

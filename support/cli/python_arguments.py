@@ -29,18 +29,14 @@ def check_text(text):
 
 
 # ---- Ids
-def whole_ids(ids, limit, mask_id):
-    """Ids of a list, an array or a tensor (n,) as ints; UserError unless they are 0 to `limit`.
-
-    mask_id: which of them is [MASK], for the message.
-    """
+def whole_ids(ids, limit):
+    """Ids of a list, an array or a tensor (n,) as ints; UserError unless they are 0 to `limit`."""
     ids = list(ids.tolist() if hasattr(ids, "tolist") else ids)
     if any(type(plain(i)) is not int for i in ids):
         raise UserError("ids must be whole numbers (n,); give those that encode returned")
     if ids and not 0 <= min(ids) <= max(ids) <= limit:
         bad = min(ids) if min(ids) < 0 else max(ids)
-        what = f"{bad} is not an id of this tokenizer"
-        raise UserError(f"{what}; give 0 to {limit}, of which {mask_id} is [MASK]")
+        raise UserError(f"{bad} is not an id of this tokenizer; give 0 to {limit}")
     return ids
 
 
@@ -90,10 +86,8 @@ def check_gaps(model, x, fill):
     does not see. (An autoregressive one fills any, from what precedes it.)"""
     if is_causal(model) or can_fill(model, x, fill):
         return
-    what = f"this model (--block_length={model.config.block_length}) does not see text in blocks"
-    learned = "mdlm.py --infill_share by mdlm.load(path, whole=True)"
-    fix = f"use one without blocks, or one of {learned}"
-    raise UserError(f"{what} after a gap; {fix}")
+    what = f"this model, with --block_length={model.config.block_length},"
+    raise UserError(f"{what} does not see the text after a gap; train it with --infill_share too")
 
 
 # ---- Calls

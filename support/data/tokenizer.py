@@ -114,7 +114,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; [MASK] is shown as █."""
         largest = max(self.vocab_size - 1, self.mask_id)
-        return self.locate(whole_ids(ids, largest, self.mask_id), [])[0]
+        return self.locate(whole_ids(ids, largest), [])[0]
 
     def cut(self, ids, edges):
         """decode(ids) in parts, cut before the tokens at `edges`, which ascend.

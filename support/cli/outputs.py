@@ -17,7 +17,7 @@ from nanomdlm.support.cli.files import (
     temporary,
     write_atomically,
 )
-from nanomdlm.support.cli.settings import READS, WRITES, named_by, names_of
+from nanomdlm.support.cli.settings import READS, WRITES, names_of, types_of
 from nanomdlm.support.errors import UserError
 
 # A folder that has a file with such a name holds a model or a data set.
@@ -113,7 +113,8 @@ def check_new_folder(flag, path):
 
 def paths_of(options, role):
     """Return {flag: path} for the flags of a dataclass whose paths have this role: READS, WRITES"""
-    return {name: getattr(options, name) for name in named_by(type(options), role)}
+    types = types_of(type(options))
+    return {name: getattr(options, name) for name, (_, marks) in types.items() if role in marks}
 
 
 def check_all(options, **read):

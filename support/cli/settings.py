@@ -32,15 +32,10 @@ class Form(NamedTuple):
     function: Any
 
 
-class Role(NamedTuple):
-    """What a program does with the file or folder that a setting names (outputs.py)."""
-
-    name: str
-
-
-READS = Role("reads")
-WRITES = Role("writes")
-MAKES = Role("makes")  # a folder for files, which the program checks one by one
+# What a program does with the file or folder that a setting names (outputs.py).
+READS = "reads"
+WRITES = "writes"
+MAKES = "makes"  # a folder for files, which the program checks one by one
 BLANK = "blank"  # white space is a value too
 BARE = "bare"  # the flag alone means -1
 
@@ -87,11 +82,6 @@ def choices_of(kind):
 def is_switch(kind):
     """Whether a setting is true or false, and perhaps another word."""
     return kind is bool or bool in get_args(kind)
-
-
-def named_by(cls, role):
-    """The names of the settings that name files or folders of this role."""
-    return [name for name, (_, marks) in types_of(cls).items() if role in marks]
 
 
 def in_short(value):

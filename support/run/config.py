@@ -191,7 +191,8 @@ def check_idle(config, given, before):
     before: the Config that the flags change; a flag with its value changes nothing.
     """
     is_ar = config.objective == "ar"
-    other = next((name for name in ("masking", "rates", "loss_weight") if is_set(config, name)), "")
+    names = ("masking", "rates", "loss_weight")
+    other = next((n for n in names if getattr(config, n) != getattr(type(config), n)), "")
     sized = "n_layer n_head n_embd attention_every conv pos tie"
     rules = [
         ("masking rates loss_weight rate_margin", is_ar, "with --objective=ar, which has no masks"),
@@ -207,11 +208,6 @@ def check_idle(config, given, before):
     ]
     asked = {k: v for k, v in given.items() if v and v != getattr(before, k)}
     settings.check_idle(asked, rules)
-
-
-def is_set(config, name):
-    """Whether a setting differs from its default."""
-    return getattr(config, name) != getattr(type(config), name)
 
 
 def check_source(config, given):

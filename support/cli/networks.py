@@ -113,7 +113,7 @@ def implied(given, settings):
         result["tokenizer"] = str(network.folder / "tokenizer.json")
         is_shifted = getattr(sizes, "mdlm_shift", network.is_decoder)
         if not Path(result["tokenizer"]).exists():
-            raise UserError(f"--init_from={source} has no tokenizer.json, of a fast tokenizer")
+            raise UserError(f"--init_from={source} has no tokenizer.json (of a fast tokenizer)")
     elif source:
         path = file_of_run(source)
         result["network"] = str(path)
@@ -136,4 +136,4 @@ def check_flags(given, network, positions):
         if not network.folder:
             raise UserError(f"--lora={given['lora']} needs weights to adapt; give --init_from")
     if positions < given.get("block_size", 0):
-        raise UserError(f"--block_size={given['block_size']} is above {positions}, as {kind} has")
+        raise UserError(f"--block_size={given['block_size']}, but {kind} has {positions} positions")

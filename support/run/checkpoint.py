@@ -387,7 +387,7 @@ def read_tensors(path, expected=None, kinds=("F32",)):
             wanted = {name: list(t.shape) for name, t in expected.items()}
             for name in sorted(slices.keys() | wanted.keys()):
                 if name not in wanted or shapes.get(name) != wanted[name]:
-                    raise UserError(f"{path} does not fit its config: see {name}")
+                    raise UserError(f"{path} does not fit its config: the tensor {name} differs")
         tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
     if expected is not None:
         tensors = {name: t.float() for name, t in tensors.items()}

@@ -87,7 +87,7 @@ def check_gaps(model, x, fill):
     if is_causal(model) or can_fill(model, x, fill):
         return
     what = f"this model, with --block_length={model.config.block_length},"
-    raise UserError(f"{what} does not see the text after a gap; train it with --infill_share too")
+    raise UserError(f"{what} does not see text after a gap; train it with --infill_share too")
 
 
 # ---- Calls

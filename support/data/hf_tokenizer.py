@@ -170,7 +170,7 @@ class HFTokenizer:
         whole = [i for i, text in enumerate(texts) if BROKEN not in text]
         row = random.Random(0).choices(whole, k=TRIES)
         if before and self.decode_each([row], before) != ["".join(texts[i] for i in row)]:
-            raise UserError("ids cannot be shown as text: that of a token depends on its neighbors")
+            raise UserError("the text of this tokenizer's tokens depends on their neighbors")
         return [self.bytes_of(i, text) for i, text in enumerate(texts)]
 
     def bytes_of(self, id, text):

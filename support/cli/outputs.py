@@ -18,6 +18,7 @@ from nanomdlm.support.cli.files import (
     write_atomically,
 )
 from nanomdlm.support.cli.settings import READS, WRITES, names_of, types_of
+from nanomdlm.support.cli.terminal import has_stdout
 from nanomdlm.support.errors import UserError
 
 # A folder that has a file with such a name holds a model or a data set.
@@ -128,6 +129,8 @@ def check_all(options, **read):
         read["out_dir"] = "out"  # the default of all programs
     for flag, path in written.items():
         check(flag, path, read, {name: other for name, other in written.items() if name != flag})
+        if path == "-" and not has_stdout():
+            raise UserError(f"--{flag}=-: standard output is closed; give a file, or open it")
 
 
 # ---- Writing

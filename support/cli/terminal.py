@@ -31,6 +31,11 @@ def make_streams_usable():
             stream.reconfigure(errors="replace")
 
 
+def has_stdout():
+    """Whether standard output was open at the start (see make_streams_usable)."""
+    return getattr(sys.stdout, "name", "") != os.devnull
+
+
 def silence_stdout():
     """Redirect standard output to os.devnull, so that Python reports no failure at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

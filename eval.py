@@ -29,7 +29,7 @@ import torch
 
 import mdlm
 from nanomdlm.support import abilities, numerics
-from nanomdlm.support.cli import hub, outputs, progress
+from nanomdlm.support.cli import hub, outputs
 from nanomdlm.support.cli.devices import pick_device
 from nanomdlm.support.cli.files import naming, to_json
 from nanomdlm.support.cli.settings import (
@@ -95,16 +95,14 @@ def open_data(data, folder, tokenizer, config, device):
 
     Never another text, as training without a network takes.
     """
+    if data.startswith(hub.DATASETS):
+        data = hub.dataset(data)
     prepared = folder.parent / "data"
     is_own = not data and (prepared / "meta.json").exists()
-    source = str(prepared) if is_own else hub.dataset(data) or config.data
+    source = str(prepared) if is_own else data or config.data
     path = Path(source)
     if source == "shakespeare":
-        try:
-            path = sources.shakespeare()
-        except OSError as e:
-            fix = "connect to a network, or give --data=FILE"
-            raise UserError(f"Shakespeare cannot be downloaded ({e}); {fix}") from None
+        path = sources.require_shakespeare()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         is_ids = sources.is_ids(path)
         if not is_ids:
@@ -149,7 +147,7 @@ def evaluate(model, corpus, windows, passes=4, exact=False, batch_size=None):
         bins.index_add_(1, (facts[1] * 10).long().clamp(max=9), facts)
         bar.update()
 
-    with progress.bar(total=math.ceil(W / B) * passes, desc="masked", unit=" batches") as bar:
+    with terminal.bar(total=math.ceil(W / B) * passes, desc="masked", unit=" batches") as bar:
         r = mdlm.evaluate(model, windows, passes, batch_size=B, observe=observe)
     for name, sums in (("by_position", positions), ("calibration", bins)):
         confidence, accuracy = (sums[1:] / sums[0]).tolist()
@@ -176,7 +174,7 @@ def per_character(nats, corpus):
 def exact_likelihood(model, corpus, windows):
     """The chain rule's mean over windows (W, T), with its standard error over windows."""
     length = model.objective.scored_mask(windows).sum(1).double().cpu()
-    with progress.bar(total=int(length.sum()), desc="exact likelihood", unit=" tokens") as bar:
+    with terminal.bar(total=int(length.sum()), desc="exact likelihood", unit=" tokens") as bar:
         nll = -chain_rule(model, windows, update=bar.update).sum(1)  # (W,)
     nll /= length.mean()  # nats per token, with windows weighted by their length
     mean = nll.mean().item()

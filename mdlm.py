@@ -663,7 +663,7 @@ def load(
         if whole and config.infill_share:
             config.block_length = 0
         tokenizer = tokenizer_of(folder)
-        network = open_network(config, folder)
+        network = open_network(config, folder) if config.network else None
         checkpoint.check_size(folder, config, tokenizer, network)  # before allocating memory
         ops = devices.select_kernels(kernel, device, config)
         model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, pretrained=network)

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 import mdlm
 from nanomdlm.kernels.reference import philox_words
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import outputs, products, progress, python_arguments
+from nanomdlm.support.cli import outputs, products, python_arguments
 from nanomdlm.support.cli.devices import load_in, pick_device
 from nanomdlm.support.cli.settings import (
     Amount,
@@ -876,11 +876,9 @@ CLASHES = [
 
 
 def place_text(given):
-    """The flags, with a text without a flag as --infill, if it has gaps, or as --prompt."""
+    """The flags, with the text without a flag as --infill, if it has gaps, or as --prompt."""
     given = dict(given)
-    text = given.pop("text", None)
-    if text is None:
-        return given
+    text = given.pop("text")
     for name in ("prompt", "infill", "batch", "fix"):
         if name in given:
             raise UserError(f"{text[:40]!r} is a second text besides --{name}; give one of them")
@@ -944,7 +942,7 @@ def show_samples(writer, segments, options, is_template, pages):
         watches = [
             display.TerminalPlayer(tokenizer, given, mask, total) for _ in rows.x if options.watch
         ]
-        with progress.bar(total=total, desc="writing", unit=" steps", disable=options.watch) as bar:
+        with terminal.bar(total=total, desc="writing", unit=" steps", disable=options.watch) as bar:
             for step in rows.steps():
                 bar.update()
                 for row, show in [*enumerate(films), *enumerate(watches)]:
@@ -1016,7 +1014,7 @@ def searched(writer, todo, options):
     """Yields (template, [parts, best first], facts) of all templates, in order; todo: as above."""
     n = options.candidates or (1 if options.batch else 3)
     hide = bool(options.batch)  # a bar of all templates is there
-    with progress.bar(desc="searching", unit=" texts", disable=hide) as bar:
+    with terminal.bar(desc="searching", unit=" texts", disable=hide) as bar:
 
         def begin(segments):
             return writer.filling(segments, n, options.max_gap, bar.update, reach=options.reach)
@@ -1098,7 +1096,9 @@ def open_batch(options, todo, folders):
 
 def main(argv):
     about = f"{__doc__}\n--order: {MEANINGS}."
-    given = place_text(parse_settings(Options, argv, about, groups=GROUPS, free="text"))
+    given = parse_settings(Options, argv, about, groups=GROUPS, free="text")
+    if "text" in given:
+        given = place_text(given)
     options = Options(**given)
     check(options, given)
     model, tokenizer, folders, options = load(options)
@@ -1131,7 +1131,7 @@ def main(argv):
         # No bar beside the lines of JSON on a terminal.
         hide = not options.batch or (lines is sys.stdout and terminal.is_terminal(sys.stdout))
         rule = ""  # between texts
-        with progress.bar(total=len(todo), unit=" templates", disable=hide) as bar:
+        with terminal.bar(total=len(todo), unit=" templates", disable=hide) as bar:
             for template, texts, facts in answers:
                 if lines is not sys.stdout and not options.batch:
                     print(rule, end="")

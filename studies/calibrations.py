@@ -30,7 +30,7 @@ from torch import nn
 import eval
 import mdlm
 from nanomdlm.support import numerics
-from nanomdlm.support.cli import outputs, progress
+from nanomdlm.support.cli import outputs, terminal
 from nanomdlm.support.cli.files import to_json
 from nanomdlm.support.cli.settings import Count, Reads, Writes, names_of, parse
 from nanomdlm.support.run import calibration, checkpoint
@@ -75,7 +75,7 @@ def losses(model, windows, passes):
     their masks; and mean CE (W passes, len(GRID))."""
     T = windows.shape[1]
     rows = []
-    bar = progress.bar(total=len(windows) * passes, desc="evaluating")
+    bar = terminal.bar(total=len(windows) * passes, desc="evaluating")
 
     def observe(at, targets, logits):
         window, row = (at // T).unique(return_inverse=True)

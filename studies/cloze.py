@@ -33,7 +33,7 @@ import torch
 import mdlm
 import sample
 from nanomdlm.studies.adaptive_calls import Ngram
-from nanomdlm.support.cli import devices, outputs, progress
+from nanomdlm.support.cli import devices, outputs, terminal
 from nanomdlm.support.cli.files import to_json
 from nanomdlm.support.cli.settings import Count, Reads, Seed, Writes, parse
 from nanomdlm.support.run.plots import table
@@ -134,7 +134,7 @@ def main(argv):
     rows = []
     for name, scorer in scorers.items():
         began = time.process_time()
-        with progress.bar(gaps, desc=name) as bar, torch.no_grad():
+        with terminal.bar(gaps, desc=name) as bar, torch.no_grad():
             ranks = [rank(scorer(gap)) for gap in bar]
         right = sum(r == 1 for r in ranks) / len(ranks)
         row = dict(model=name, gaps=len(gaps), right=right)

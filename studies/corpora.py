@@ -29,7 +29,7 @@ from nanomdlm.support.cli import entry
 
 entry.start(__name__)
 
-from nanomdlm.support.cli import progress
+from nanomdlm.support.cli import terminal
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.run.plots import table
 from studies import english, infill_code
@@ -95,7 +95,7 @@ def python_documents(folder):
     for path in sorted(library.rglob("*.py")):
         if not {"site-packages", "dist-packages"} & {*path.parts}:
             yield Document(STDLIB, str(path.relative_to(library)), read(path.read_bytes()))
-    for name in progress.bar(PYPI, desc="wheels"):
+    for name in terminal.bar(PYPI, desc="wheels"):
         where = folder / name
         for archive in download(name, where):
             with zipfile.ZipFile(archive) as wheel:

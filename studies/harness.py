@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import mdlm
 import sample
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import environment, progress
+from nanomdlm.support.cli import environment
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.model_calls import groups, next_logits, to_context
 from nanomdlm.support.infill.templates import Gap, Text, allowed_tokens, encode_text
@@ -100,7 +100,7 @@ class Harness(LM):
 
     def loglikelihood(self, requests):
         """[(log p(answer | prompt) in nats, whether greedy choices from left to right give it)]"""
-        return [self.score(*pair) for pair in progress.bar(self.encode(requests, 2))]
+        return [self.score(*pair) for pair in terminal.bar(self.encode(requests, 2))]
 
     def loglikelihood_rolling(self, requests):
         """[log p(text)], of a long text in windows of a context."""
@@ -114,7 +114,7 @@ class Harness(LM):
         self.encode(requests, 1)  # refuses what the model cannot take
         prompts = [request.args[0] for request in requests]
         asked = [request.args[1] for request in requests]
-        return [self.write(*pair) for pair in progress.bar(list(zip(prompts, asked)))]
+        return [self.write(*pair) for pair in terminal.bar(list(zip(prompts, asked)))]
 
     def write(self, prompt, gen_kwargs):
         """What follows a prompt; gen_kwargs: the generation_kwargs of a task."""

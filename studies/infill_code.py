@@ -39,7 +39,7 @@ import torch
 
 import mdlm
 import sample
-from nanomdlm.support.cli import devices, environment, outputs, progress
+from nanomdlm.support.cli import devices, environment, outputs, terminal
 from nanomdlm.support.cli.files import to_json
 from nanomdlm.support.cli.settings import Count, Natural, Reads, Seed, Writes, parse
 from nanomdlm.support.constrain.automaton import LINE
@@ -251,7 +251,7 @@ def main(argv):
     contestants = Contestants(model, tokenizer, options)
     names = options.contestants.split(",")
     rows = {name: dict(contestant=name, first=[], any=[], exact=[], seconds=[]) for name in names}
-    bar = progress.bar(total=len(tasks), desc="tasks")
+    bar = terminal.bar(total=len(tasks), desc="tasks")
     with torch.no_grad(), prefixes.kept(model):
         for task, name in itertools.product(tasks, names):
             began = time.process_time()

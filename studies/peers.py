@@ -33,7 +33,7 @@ import torch
 
 import bench
 import mdlm
-from nanomdlm.support.cli import devices, outputs, progress
+from nanomdlm.support.cli import devices, outputs, terminal
 from nanomdlm.support.cli.files import to_json
 from nanomdlm.support.cli.settings import Count, Natural, Reads, Seed, Writes, parse
 from nanomdlm.support.data.texts import prepare
@@ -157,7 +157,7 @@ def step_seconds(folder, options, names):
 def train(folder, options, name, steps):
     """NELBO and its standard error after so many steps."""
     run = start(folder, options, name)
-    bar = progress.bar(total=steps, desc=name)
+    bar = terminal.bar(total=steps, desc=name)
     for run.step in range(steps):
         mdlm.train_step(run, run.step, run.step / steps)
         bar.update()

@@ -52,7 +52,6 @@ OF_TRAINING = [
     ("--out_dir=nowhere --resume", "nowhere", ""),
     ("--out_dir={run} --resume --overwrite", "--resume --overwrite", "--out_dir={run} --overwrite"),
     ("--out_dir={run} --resume --n_layer=3", "--n_layer", "--out_dir={run} --resume --max_steps=5"),
-    ("--out_dir={run} --resume --max_steps=2", "--max_steps", ""),
     ("--init_from=nowhere", "--init_from=nowhere", "--init_from={run}"),
     ("--init_from={nanogpt}", "{nanogpt}", ""),
     ("--init_from={run} --n_embd=64", "n_embd=32", "--init_from={run} --n_embd=32"),

@@ -20,10 +20,9 @@ from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.proofread import proofreader, races
-from nanomdlm.support.proofread.proofreader import Proofreader
+from nanomdlm.support.proofread.proofreader import Proofreader, Words
 from nanomdlm.support.proofread.races import Edit
 from nanomdlm.support.proofread.tokens import Cutter, Token
-from nanomdlm.support.proofread.words import Words
 from nanomdlm.support.run import folder as run_folder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz\n"

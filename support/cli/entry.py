@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from nanomdlm.support.cli import environment, out_of_memory
+from nanomdlm.support.cli import environment
 from nanomdlm.support.cli.signals import Stopped, clean_end
 from nanomdlm.support.cli.terminal import (
     STDOUT,
@@ -23,9 +23,11 @@ from nanomdlm.support.cli.terminal import (
 )
 from nanomdlm.support.errors import RankError, SharedError, UserError
 
-# OSErrors that are about a path, not about a full disk.
 LONGEST = 200  # characters of a path that are shown
 FIRST_RANK_SPEAKS = 2.0  # seconds that another rank waits before it says its own mistake
+# Parts of what Python, numpy and PyTorch's allocators say of a memory that is full.
+FULL = ("out of memory", "can't allocate memory", "bad_alloc", "not enough memory")
+FULL += ("Unable to allocate",)
 
 
 def start(name):
@@ -122,10 +124,7 @@ def report(error):
         return 128 + error.args[0]
     if isinstance(error, OSError):
         return report_file(error, name)
-    why = ""
-    if isinstance(error, (MemoryError, RuntimeError)):  # of Python, numpy; of PyTorch's allocators
-        why = explain(error, name)
-    if why:
+    if why := explain(error):
         warn(f"{name}: {why}", on_every_rank=True)
         return 2
     return None
@@ -161,16 +160,22 @@ def wait_for_first_rank():
     time.sleep(FIRST_RANK_SPEAKS)
 
 
-def explain(error, name):
-    """A sentence for a MemoryError or RuntimeError that is not a bug of the program; else "".
+def is_out_of_memory(error):
+    """Whether an exception means that main memory, or a GPU's, is full."""
+    is_known = isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
+    return isinstance(error, MemoryError) or is_known
 
-    name: of the program's file
-    """
-    if out_of_memory.is_full(error):
-        return out_of_memory.explain(error, name)
+
+def explain(error):
+    """A sentence for an error of the machine, not of the program; else ""."""
     text = str(error)
+    if is_out_of_memory(error):
+        why = f" ({text.splitlines()[0]})" if text else ""
+        fix = "lower the batch, the length, --num_samples, --windows, or the size of the model"
+        return f"out of memory{why}; {fix}"
     words = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-    if "MASTER_PORT" in os.environ and any(word in text for word in words):
+    is_of_ranks = isinstance(error, RuntimeError) and "MASTER_PORT" in os.environ
+    if is_of_ranks and any(word in text for word in words):
         fix = "--resume continues from what was saved"
         return f"another rank has stopped, and its own message says why; {fix}"
     return ""

@@ -222,5 +222,4 @@ def read_json(path, what):
             raise ValueError("it is not a JSON object")
         return content
     except (OSError, ValueError, RecursionError) as e:
-        fix = "restore it from a copy, or make it again"
-        raise UserError(f"{path} is not a {what} of this program ({e}); {fix}") from e
+        raise UserError(f"{path} is not a {what} of this program ({e})") from e

@@ -45,15 +45,13 @@ def local(name):
 
 
 def dataset(name):
-    """The file or folder of --data: `name` itself, or that of hf://datasets/OWNER/NAME[/FILES].
+    """The file or folder of --data=hf://datasets/OWNER/NAME[/FILES].
 
     FILES: a file, a folder, or a pattern such as data/train-*.parquet; default: all of a dataset
     that has its files in one folder. A branch or commit may follow NAME: OWNER/NAME@main, with %2F
     for a slash in its name. The files of each name have a folder of their own in the user's cache.
     Raises UserError if the hub does not have them.
     """
-    if not name.startswith(DATASETS):
-        return name
     owner, _, rest = name.removeprefix(DATASETS).partition("/")
     repo, _, pattern = rest.partition("/")
     repo, _, revision = repo.partition("@")

@@ -46,15 +46,14 @@ def find_network(given):
     path = file_of_run(source)
     found = network.read(path, is_trusted) if path else None
     if found and found.base:
-        fix = "export it, which merges its adapters, and give that folder"
-        raise UserError(f"--init_from={source} is a run with --lora; {fix}")
+        raise UserError(f"--init_from={source} is a run with --lora; export it, and give that")
     return found
 
 
-def file_of_run(source):
-    """The network.json of a run or checkpoint; None if it has none."""
+def file_of_run(source, name=FILE):
+    """The file of this name in a run's newest checkpoint, or in a checkpoint; None if none is."""
     folders = [Path(source), *checkpoint.checkpoints(source)]
-    return next((p / FILE for p in folders if (p / FILE).exists()), None)
+    return next((p / name for p in folders if (p / name).exists()), None)
 
 
 def open_network(config, folder=None):
@@ -114,8 +113,7 @@ def implied(given, settings):
         result["tokenizer"] = str(network.folder / "tokenizer.json")
         is_shifted = getattr(sizes, "mdlm_shift", network.is_decoder)
         if not Path(result["tokenizer"]).exists():
-            fix = "save it there: save_pretrained of a fast tokenizer does"
-            raise UserError(f"--init_from={source} has no tokenizer.json; {fix}")
+            raise UserError(f"--init_from={source} has no tokenizer.json (of a fast tokenizer)")
     elif source:
         path = file_of_run(source)
         result["network"] = str(path)
@@ -132,13 +130,10 @@ def check_flags(given, network, positions):
     wrong += ["--objective=ar"] if given.get("objective") == "ar" else []
     wrong = [flag for flag in wrong if flag != "--shift" or not network.code]
     if wrong and not network.is_decoder:
-        why = "an encoder, which predicts a token at its own position and sees what follows"
-        raise UserError(f"{wrong[0]} does not work with {kind}, {why}; leave it out")
+        raise UserError(f"{wrong[0]} does not work with {kind}, an encoder; leave it out")
     if given.get("lora"):
         optional("peft", "--lora")
         if not network.folder:
-            fix = "give a folder of Hugging Face with --init_from"
-            raise UserError(f"--lora={given['lora']} needs weights to adapt; {fix}")
+            raise UserError(f"--lora={given['lora']} needs weights to adapt; give --init_from")
     if positions < given.get("block_size", 0):
-        what = f"--block_size={given['block_size']} is above the {positions} positions of {kind}"
-        raise UserError(f"{what}; give {positions} or less")
+        raise UserError(f"--block_size={given['block_size']}, but {kind} has {positions} positions")

@@ -17,7 +17,7 @@ from nanomdlm.support.cli.files import (
     temporary,
     write_atomically,
 )
-from nanomdlm.support.cli.settings import READS, WRITES, named_by, names_of
+from nanomdlm.support.cli.settings import READS, WRITES, names_of, types_of
 from nanomdlm.support.cli.terminal import has_stdout
 from nanomdlm.support.errors import UserError
 
@@ -93,8 +93,7 @@ def check_folder(flag, path, read, names):
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as e:
-        fix = "check that path, or give a folder that you may write to"
-        raise UserError(f"--{flag}={path} cannot be created ({e.strerror}); {fix}") from None
+        raise UserError(f"--{flag}={path} cannot be created ({e.strerror})") from None
     for name in names:
         check(flag, os.path.join(path, name), read)
 
@@ -115,7 +114,8 @@ def check_new_folder(flag, path):
 
 def paths_of(options, role):
     """Return {flag: path} for the flags of a dataclass whose paths have this role: READS, WRITES"""
-    return {name: getattr(options, name) for name in named_by(type(options), role)}
+    types = types_of(type(options))
+    return {name: getattr(options, name) for name, (_, marks) in types.items() if role in marks}
 
 
 def check_all(options, **read):
@@ -221,8 +221,7 @@ class Continued(Lines):
             content = part.read_bytes() if part.exists() else head
             if not content.startswith(head):
                 self.unlock()
-                what = f"{part} is of other templates, settings, or weights"
-                raise UserError(f"{what}; remove that file to start over, or {FIX}")
+                raise UserError(f"{part} is of another job; remove it to start over, or {FIX}")
             content = content[: content.rindex(b"\n") + 1]  # a kill may have cut the last line
             self.done = content.count(b"\n") - 1
             write_atomically(part, content)

@@ -29,29 +29,22 @@ def check_text(text):
 
 
 # ---- Ids
-def last_id(model):
-    """The largest id that a model accepts: our [MASK], or a token of a pretrained encoder."""
-    return max(model.vocab_size - 1, model.mask_id)
-
-
-def whole_ids(ids, limit, mask_id):
-    """Ids of a list, an array or a tensor (n,) as ints; UserError unless they are 0 to `limit`.
-
-    mask_id: which of them is [MASK], for the message.
-    """
+def whole_ids(ids, limit):
+    """Ids of a list, an array or a tensor (n,) as ints; UserError unless they are 0 to `limit`."""
     ids = list(ids.tolist() if hasattr(ids, "tolist") else ids)
     if any(type(plain(i)) is not int for i in ids):
         raise UserError("ids must be whole numbers (n,); give those that encode returned")
     if ids and not 0 <= min(ids) <= max(ids) <= limit:
         bad = min(ids) if min(ids) < 0 else max(ids)
-        what = f"{bad} is not an id of this tokenizer"
-        raise UserError(f"{what}; give 0 to {limit}, of which {mask_id} is [MASK]")
+        raise UserError(f"{bad} is not an id of this tokenizer; give 0 to {limit}")
     return ids
 
 
 def check_ids(model, x, name="x", masks=True):
     """Raise UserError unless x is (B, T) int64 of tokens, or of [MASK] if masks, in the context."""
-    limit = last_id(model) if masks else model.vocab_size - 1
+    limit = model.vocab_size - 1
+    if masks:  # ours is behind all tokens; that of a pretrained encoder is one of them
+        limit = max(limit, model.mask_id)
     if x.dtype != torch.int64 or x.dim() != 2:
         raise UserError(
             f"{name} must be a tensor (B, T) of int64 ids, not {tuple(x.shape)} {x.dtype}"
@@ -85,8 +78,7 @@ def check_tokenizer(tokenizer, model):
     """Raise UserError for a tokenizer that is not the model's."""
     same = tokenizer.vocab_size == model.vocab_size
     if not same or model.objective.end_id not in (-1, tokenizer.end_id):
-        given = f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}"
-        raise UserError(f"{given}; give the tokenizer that mdlm.load returns with this model")
+        raise UserError("the tokenizer is of another model; give that of mdlm.load")
 
 
 def check_gaps(model, x, fill):
@@ -94,10 +86,8 @@ def check_gaps(model, x, fill):
     does not see. (An autoregressive one fills any, from what precedes it.)"""
     if is_causal(model) or can_fill(model, x, fill):
         return
-    what = f"this model (--block_length={model.config.block_length}) does not see text in blocks"
-    learned = "mdlm.py --infill_share by mdlm.load(path, whole=True)"
-    fix = f"use one without blocks, or one of {learned}"
-    raise UserError(f"{what} after a gap; {fix}")
+    what = f"this model, with --block_length={model.config.block_length},"
+    raise UserError(f"{what} does not see text after a gap; train it with --infill_share too")
 
 
 # ---- Calls
@@ -107,8 +97,7 @@ def row_numbers(samples, B, device):
         return torch.arange(B, device=device)
     numbers = torch.as_tensor(samples).to(torch.int64)
     if numbers.shape != (B,) or (B and not 0 <= numbers.min() <= numbers.max() < 1 << 32):
-        wrong = f"samples must be {B} whole numbers from 0 to {(1 << 32) - 1}, one for each row"
-        raise UserError(f"{wrong}, not {shown(samples)}")
+        raise UserError(f"samples={shown(samples)} must be {B} whole numbers from 0 to 2^32 - 1")
     return numbers.to(device)
 
 

@@ -32,15 +32,10 @@ class Form(NamedTuple):
     function: Any
 
 
-class Role(NamedTuple):
-    """What a program does with the file or folder that a setting names (outputs.py)."""
-
-    name: str
-
-
-READS = Role("reads")
-WRITES = Role("writes")
-MAKES = Role("makes")  # a folder for files, which the program checks one by one
+# What a program does with the file or folder that a setting names (outputs.py).
+READS = "reads"
+WRITES = "writes"
+MAKES = "makes"  # a folder for files, which the program checks one by one
 BLANK = "blank"  # white space is a value too
 BARE = "bare"  # the flag alone means -1
 
@@ -87,11 +82,6 @@ def choices_of(kind):
 def is_switch(kind):
     """Whether a setting is true or false, and perhaps another word."""
     return kind is bool or bool in get_args(kind)
-
-
-def named_by(cls, role):
-    """The names of the settings that name files or folders of this role."""
-    return [name for name, (_, marks) in types_of(cls).items() if role in marks]
 
 
 def in_short(value):
@@ -160,19 +150,31 @@ def parse(
         short = () if help_words[0] == "--help=all" else short
         products.help_pages().show(cls, description, default or cls(), groups, short, usage)
     pairs, words = split(cls, argv)
-    if words and not free:
-        known = types_of(cls)
-        name = next((n for n in ("data", "out_dir") if n in known), next(iter(known)))
-        fix = f"such as --{name}=" if words[0].partition("=")[0] not in known else "the dashes"
-        raise UserError(f"{shown(words[0])!r} needs a flag before it, {fix} (see --help)")
-    if len(words) > 1:
-        raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
     known = types_of(cls)
+    if words:
+        check_words(words, known, free)
     given = {name: value_of(known[name][0], word) for name, word in pairs}
     checked = cls(**given)
     check(checked)
     given = {name: getattr(checked, name) for name in given}
     return given | ({free: words[0]} if words else {})
+
+
+def check_words(words, known, free):
+    """Raise UserError for words without a flag, unless it is one and may be there (free)."""
+    if not free:
+        name = next((n for n in ("data", "out_dir") if n in known), next(iter(known)))
+        fix = f"such as --{name}=" if words[0].partition("=")[0] not in known else "the dashes"
+        raise UserError(f"{shown(words[0])!r} needs a flag before it, {fix} (see --help)")
+    if len(words) > 1:
+        raise UserError(f"{' '.join(words)!r} are {len(words)} values; put a text in quotes")
+
+
+def unknown_flag(word, name, known):
+    """The UserError for a flag that does not exist, with the nearest that does."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    fix = f"; did you mean --{near[0]}?" if near else ""
+    return UserError(f"there is no flag {word.partition('=')[0]}{fix} (see --help)")
 
 
 def value_of(kind, word):
@@ -209,9 +211,7 @@ def split(cls, argv):
         name = flag[1].replace("-", "_")
         name = name if name in known else NANOGPT.get(name, name)
         if name not in known or not word.startswith("--"):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            fix = f"; did you mean --{near[0]}?" if near else ""
-            raise UserError(f"there is no flag {word.partition('=')[0]}{fix} (see --help)")
+            raise unknown_flag(word, name, known)
         kind, marks = known[name]
         value = flag[3]
         if value is None and is_switch(kind):

@@ -1,4 +1,4 @@
-"""Standard output and error: messages, and streams that are closed or fail."""
+"""Standard output and error: messages, progress bars, and streams that are closed or fail."""
 
 import contextlib
 import os
@@ -61,3 +61,37 @@ def warn(message, on_every_rank=False):
 def escaped(text):
     """Make text safe for a terminal: UNSAFE characters become escapes such as \\x1b or \\u202e."""
     return UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+# ---- Progress bars of tqdm, on standard error
+class LinePerUpdate:
+    """A standard error that is not a terminal: each update of a bar is a line."""
+
+    def write(self, text):
+        """Print what tqdm draws, without what moves the cursor."""
+        if line := text.replace("\x1b[A", "").strip("\r\n").rstrip():
+            warn(line)
+
+
+def width(stream):
+    """Return the columns of a terminal; 0 for another stream, and where no bar can be drawn."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no console, no file
+        columns, rows = os.get_terminal_size(stream.fileno())
+        return columns if rows > 2 else 0  # tqdm draws nothing where rows are few, or not known
+    return 0
+
+
+def bar(iterable=None, **options):
+    """Return a tqdm bar, which appears after a second and is gone at its end.
+
+    Without a terminal, or on one of unknown size, it is a line every ten seconds, and of long work
+    at most a thousand lines. options: those of tqdm
+    """
+    from tqdm import tqdm  # not at the top: entry.start, which says what is missing, comes first
+
+    options = dict(leave=False, delay=1) | options
+    if width(sys.stderr):
+        return tqdm(iterable, dynamic_ncols=True, **options)
+    options |= dict(file=LinePerUpdate(), mininterval=10)
+    options["miniters"] = (options.get("total") or 0) / 1000
+    return tqdm(iterable, **options)

@@ -121,9 +121,7 @@ def spellings(tokenizer, is_first=False, space=""):
     "drop", or "lent" (it must be there, and is shown before the gap). None: a gap that must match
     never has this token, such as [END], [MASK] and tokens without a text.
     """
-    never = {tokenizer.end_id, tokenizer.mask_id, *tokenizer.special_ids().values()}
-    if tokenizer.kind == "file":
-        never.add(tokenizer.library.unknown_id)
+    never = tokenizer.not_text()
     ids = range(tokenizer.vocab_size)
     texts = [b"" if i in never else tokenizer.token(i, is_first) for i in ids]
     if space == "lent":
@@ -332,8 +330,7 @@ def automaton_of(pattern, tokenizer, is_first=False, space="", lead=""):
     token_accepts[0] = accepts[0] and space != "lent"  # the space is some token's
     next, shortest = without_dead_ends(next, token_accepts)
     if shortest is None:
-        what = f"no text of the tokens that this model knows matches {pattern[:40]!r}"
-        raise UserError(f"{what}; give a pattern of the characters of its training text")
+        raise UserError(f"no text of the tokens that this model knows matches {pattern[:40]!r}")
     return Automaton(pattern, (table, accepts), next, classes, token_accepts, shortest)
 
 

@@ -40,8 +40,7 @@ def check_pattern(pattern):
     rest = CLASS.sub("_", plain)
     if found := SIGNS.search(rest):
         names = "anchors, lookaround, back-references, and possessive counts cannot be used"
-        why = "a pattern matches the whole gap"
-        raise ValueError(f"{shown} has {found[0]}: {names}; {why}, so leave it out")
+        raise ValueError(f"{shown} has {found[0]}: {names}")
     depths = itertools.accumulate((sign == "(") - (sign == ")") for sign in rest)
     if min(depths, default=0) < 0:
         raise ValueError(f"{shown} is not a regular expression: its brackets do not pair; fix it")

@@ -50,8 +50,7 @@ def everywhere(model, x, matches, end_id):
         if len(one.automaton.classes) != model.vocab_size:
             raise UserError(f"matches at {place} is of another tokenizer; give the model's own")
         if place < end or place + one.length > x.shape[1]:
-            fix = "give places that are apart and within the text"
-            raise UserError(f"the gap of {one.length} tokens at {place} does not fit; {fix}")
+            raise UserError(f"the gap of {one.length} tokens at {place} does not fit")
         end = place + one.length
         both = torch.tensor([[place], [one.length]]).expand(2, len(x))
         constraints.append(Constraint(one.automaton, *both))
@@ -166,8 +165,7 @@ class Chain:
             ahead.append(torch.where(is_unknown[n - 1, :, None], reached[n], b))
         self.ahead = torch.stack(ahead)
         if (self.ahead[self.length, rows, 0] == -torch.inf).any():
-            what = f"nothing that matches {automaton.pattern[:40]!r} can be drawn at a gap"
-            raise UserError(f"{what}; change the pattern, or what is given or forbidden there")
+            raise UserError(f"nothing that matches {automaton.pattern[:40]!r} can be drawn")
 
     def draw(self, logits, u, sampling, token, logp):
         """Draw from the left, in place; see draw_matching."""

@@ -86,16 +86,14 @@ class ChatTemplate:
         messages = [dict(role=m["role"], content=m["content"]) for m in messages]
         for message in messages if self.special else ():
             if found := self.special.search("\n".join(message.values())):
-                what = f"a message spells the special token {found[0]!r}"
-                raise UserError(f"{what}; remove it from the message")
+                raise UserError(f"a message spells the special token {found[0]!r}; remove it")
         try:
             return self.run(messages, self.template, self.tokens)
         except UserError:
             raise
         except Exception as e:  # whatever a program raises
             why = " ".join(str(e).split())[:200] or type(e).__name__
-            fix = "write the conversation as it expects"
-            raise UserError(f"the chat template fails ({why}); {fix}") from e
+            raise UserError(f"the chat template refuses the conversation ({why})") from e
 
     def pairs(self, messages):
         """Yield (text before it, content) of each message of the assistant."""
@@ -117,8 +115,7 @@ class ChatTemplate:
             try:
                 messages = json.loads(text)
             except ValueError as e:
-                fix = "fix it, or give a text"
-                raise UserError(f"--prompt is not JSON of messages ({e}); {fix}") from None
+                raise UserError(f"--prompt is not JSON of messages ({e})") from None
             check(messages, "--prompt")
         return messages
 
@@ -130,5 +127,4 @@ def check(messages, where):
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 example = '[{"role": "user", "content": "..."}, ...]'
-                what = f"{where} is not a list of messages with texts {example}"
-                raise UserError(f"{what}; fix or remove it")
+                raise UserError(f"{where} is not a list of messages with texts {example}")

@@ -134,8 +134,7 @@ class HFTokenizer:
             with contextlib.suppress(UserError):  # words are not known with a letter before them
                 if (ids := self.after(letter, text)) is not None:
                     return ids
-        what = f"this tokenizer cannot encode {text[:40]!r} as what follows a gap"
-        raise UserError(f"{what}; begin it with a space, or let the gap end with the word")
+        raise UserError(f"{text[:40]!r} cannot be encoded after a gap; begin it with a space")
 
     def encode_long(self, text):
         """The ids of a text of any length, in bounded memory."""
@@ -171,8 +170,7 @@ class HFTokenizer:
         whole = [i for i, text in enumerate(texts) if BROKEN not in text]
         row = random.Random(0).choices(whole, k=TRIES)
         if before and self.decode_each([row], before) != ["".join(texts[i] for i in row)]:
-            what = "the text of this tokenizer's tokens depends on their neighbors"
-            raise UserError(f"{what}, so its ids cannot be shown as text; use another one")
+            raise UserError("the text of this tokenizer's tokens depends on their neighbors")
         return [self.bytes_of(i, text) for i, text in enumerate(texts)]
 
     def bytes_of(self, id, text):
@@ -197,8 +195,7 @@ class HFTokenizer:
         kept = set(folded(self.decode(encoding.ids)))
         lost += [c for c in text if not set(folded(c)) <= kept]
         if lost:
-            what = f"the tokenizer does not know {lost[0][:20]!r} in {text[:40]!r}"
-            raise UserError(f"{what}; leave it out, or use another model")
+            raise UserError(f"the tokenizer does not know {lost[0][:20]!r} in {text[:40]!r}")
 
     def forgets_space_after(self, mark):
         """Whether ids do not tell if a space follows this character (WordPiece: punctuation)."""

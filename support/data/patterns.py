@@ -24,8 +24,7 @@ def parse_periods(value):
     match = re.fullmatch(r"(\d{1,2})-(\d{1,2})", value)
     low, high = map(int, match.groups()) if match else (0, 0)
     if not 1 <= low <= high <= LONGEST_PERIOD:
-        fix = f"give LOW-HIGH, such as 2-5, from 1 to {LONGEST_PERIOD}"
-        raise UserError(f"--periods={value[:40]!r} is not accepted; {fix}")
+        raise UserError(f"--periods={value[:40]!r} is not LOW-HIGH, from 1 to {LONGEST_PERIOD}")
     return low, high
 
 
@@ -37,13 +36,10 @@ def periods_in_form(value):
 def check(config):
     """Raise UserError for settings that do not work with --data=patterns."""
     if (config.tokenizer, config.separator) != ("char", ""):
-        why = "leave --tokenizer and --separator out"
-        raise UserError(f"--data=patterns has aligned sequences of characters; {why}")
+        raise UserError("--data=patterns has neither --tokenizer nor --separator; leave them out")
     shortest = 2 * parse_periods(config.periods)[1]
     if config.block_size < shortest:  # else the entropy would be another one
-        given = f"--block_size={config.block_size} and --periods={config.periods}"
-        fix = f"give a --block_size of at least {shortest}, twice the longest period"
-        raise UserError(f"{given}: a pattern is not repeated; {fix}")
+        raise UserError(f"--periods={config.periods} needs a --block_size of at least {shortest}")
 
 
 def make(n, seed, length=64, periods=(2, 4)):

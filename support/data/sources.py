@@ -82,12 +82,7 @@ def find_text(name):
 
         return lambda: ["\n\n".join(topics[key] for key in sorted(topics))]
     if name == "shakespeare":
-        try:
-            name = shakespeare()
-        except OSError as e:
-            fix = "connect to a network, or give --data=FILE or --data=pydoc"
-            what = f"--data=shakespeare cannot be downloaded ({e})"
-            raise UserError(f"{what}; {fix}") from None
+        name = require_shakespeare()
     records.check_plain(name)
     return lambda: read_text(name)
 
@@ -102,6 +97,15 @@ def shakespeare():
         return Path(pooch.retrieve(URL, SHA256, name, pooch.os_cache("mdlm"), downloader=http))
     except (OSError, RuntimeError, ValueError) as e:  # RuntimeError: no home folder
         raise OSError(str(e) if isinstance(e, ValueError) else type(e).__name__) from None
+
+
+def require_shakespeare():
+    """`shakespeare`; UserError if it is not here, and cannot be downloaded."""
+    try:
+        return shakespeare()
+    except OSError as e:
+        fix = "connect to a network, or give --data=FILE or --data=pydoc"
+        raise UserError(f"--data=shakespeare cannot be downloaded ({e}); {fix}") from None
 
 
 def split_documents(texts, separator, size=PIECE):
@@ -165,8 +169,7 @@ def map_ids(path, dtype):
             start = HEADER
             size = size if n * np.dtype(dtype).itemsize == size - HEADER else 0
     if size % np.dtype(dtype).itemsize or not size or not path.is_file():
-        fix = "restore it, or state the width with --bin_dtype"
-        raise UserError(f"{path} is not a whole number of {dtype} ids; {fix}")
+        raise UserError(f"{path} is not a whole number of {dtype} ids; see --bin_dtype")
     return np.memmap(path, dtype, mode="r", offset=start)
 
 
@@ -235,15 +238,13 @@ def open_ids(folder, T, V, end_id=-1, bin_dtype="auto"):
         raise UserError(f"--end={end_id}, but {folder} has {tokenizer.end_id}; leave it out")
     checksum = checksum_of(tokenizer, arrays)
     if is_ours and meta["checksum"] != cover(meta, checksum):
-        fix = "restore it, or prepare the data again"
-        raise UserError(f"{folder} is damaged: its data do not match their checksum; {fix}")
+        raise UserError(f"{folder} is damaged: its data do not match their checksum")
     n = min(map(len, arrays))
     if tokenizer.end_id is None and n < T:
         what = f"a part of the data has {n} tokens, fewer than --block_size={T}"
         raise UserError(f"{what}; give more text or a smaller block")
     if meta.get("aligned", T) != T:
-        what = f"{folder} has patterns of {meta['aligned']} tokens, which windows of {T} would cut"
-        raise UserError(f"{what}; give other data, or train with --block_size={meta['aligned']}")
+        raise UserError(f"{folder} has patterns that need --block_size={meta['aligned']}")
     # PyTorch indexes few kinds of unsigned numbers; below V all of them are positive.
     arrays = [ids.view(np.int32) if ids.dtype == np.uint32 else ids for ids in arrays]
     return Ids(meta, arrays, tokenizer, dict(data=checksum, dtype=np.dtype(dtype).name))
@@ -257,8 +258,7 @@ def tokenizer_of_ids(folder, arrays, V, end_id, may_be_wider):
     for ids in arrays if may_be_wider else ():
         some = ids[: 1 << 20]
         if ids.dtype == np.uint16 and some[::2].any() and not some[1::2].any():
-            fix = "give --bin_dtype=uint32, or uint16 if they are"
-            raise UserError(f"{folder}: every second id is 0, as with 32-bit ids; {fix}")
+            raise UserError(f"{folder}: every second id is 0, as with 32-bit ids; give --bin_dtype")
     edges = [int(edge) for piece in slices_of(arrays) for edge in (piece.min(), piece.max())]
     smallest, largest = min(edges), max(edges)
     path = folder / "tokenizer.json"
@@ -270,11 +270,10 @@ def tokenizer_of_ids(folder, arrays, V, end_id, may_be_wider):
     else:
         tokenizer = Tokenizer("id", V or min(largest, MOST) + 1, end)
     if smallest < 0 or largest >= tokenizer.vocab_size:
-        what = f"{folder} has ids {smallest} to {largest}, but V is {tokenizer.vocab_size}"
-        raise UserError(f"{what}; check tokenizer.json, --vocab_size or --bin_dtype")
+        given = f"--vocab_size={tokenizer.vocab_size}"
+        raise UserError(f"{folder} has ids {smallest} to {largest}, which {given} does not allow")
     if end_id >= 0 and not any((piece == end_id).any() for piece in slices_of(arrays[:1])):
-        fix = "give the id that ends documents, or leave --end out"
-        raise UserError(f"{folder}/{NAMES[0]} has no id {end_id}, which ends a document; {fix}")
+        raise UserError(f"--end={end_id}, but {folder}/{NAMES[0]} has no such id")
     return tokenizer
 
 

@@ -8,8 +8,7 @@ import os
 
 import numpy as np
 
-from nanomdlm.support.cli.progress import bar
-from nanomdlm.support.cli.terminal import warn
+from nanomdlm.support.cli.terminal import bar, warn
 from nanomdlm.support.data import patterns, records, sources
 from nanomdlm.support.data.tokenizer import LEARNED, build_tokenizer, name_characters
 from nanomdlm.support.errors import UserError
@@ -107,21 +106,19 @@ class Source:
             n += len(text)
             if end is True:
                 ends.append(n)
-        if left_out := ", ".join(path.name for path in records.find_files(self.config.data)[1]):
-            warn(f"--data={self.config.data}: not read: {left_out[:200]}")
         if not n:
             raise UserError(f"--data={self.config.data} is empty; give a file with text in it")
         self.n = n
-        self.cut = self.find_edge(int(0.9 * n), ends)
-        return min(self.cut, int(0.9 * n))
+        self.cut = nine_tenths = int(0.9 * n)
+        if sources.has_documents(self.config):
+            self.cut = self.find_edge(nine_tenths, ends)
+        return min(self.cut, nine_tenths)
 
     def find_edge(self, nine_tenths, ends):
         """The number of characters before validation: usually up to the document at nine tenths.
 
         If that leaves too little for validation, the document is split. ends: where documents end.
         """
-        if not sources.has_documents(self.config):
-            return nine_tenths
         if self.config.separator and len(ends) < 2:
             what = f"--separator={self.config.separator!r} is nowhere between two texts"
             advice = "leave it out, or see how the lines end"
@@ -200,9 +197,13 @@ class Records(Source):
             if 0 <= limit < skipped:
                 what = texts if is_bad else f"{self.where} is empty"
                 raise UserError(f"{what} (or raise --max_bad_records={limit})")
-        if skipped and not self.n:  # in the first pass
+        if self.n:  # not the first pass, in which this is said
+            return
+        if skipped:
             what = f"{skipped:,} empty or damaged record(s) skipped; the first is {first}"
             warn(f"--data={config.data}: {what}")
+        if left_out := ", ".join(path.name for path in records.find_files(config.data)[1]):
+            warn(f"--data={config.data}: not read: {left_out[:200]}")
 
     def find_edge(self, nine_tenths, ends):
         """As of other documents, but a prompt and its answer are not split: the last ones
@@ -210,8 +211,7 @@ class Records(Source):
         if not self.config.prompt_column:
             return super().find_edge(nine_tenths, ends)
         if len(ends) < 2:
-            what = f"--data={self.config.data} is a single prompt with its answer"
-            raise UserError(f"{what}, with no record left to validate; give more records")
+            raise UserError(f"--data={self.config.data} is a single prompt; give more records")
         edge = ends[bisect.bisect_left(ends, nine_tenths)]
         return edge if edge < self.n else ends[-2]
 

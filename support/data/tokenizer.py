@@ -87,6 +87,10 @@ class Tokenizer:
         """Special token -> its id, of a file of the tokenizers library."""
         return {}
 
+    def not_text(self):
+        """The ids that are no text of a user: [END], [MASK], and in a file special and unknown."""
+        return {self.end_id, self.mask_id}
+
     # ---- Encoding
     def encode(self, text: str) -> list[int]:
         return self.encode_array(check_text(text)).tolist()
@@ -110,7 +114,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Ids -> text; [MASK] is shown as █."""
         largest = max(self.vocab_size - 1, self.mask_id)
-        return self.locate(whole_ids(ids, largest, self.mask_id), [])[0]
+        return self.locate(whole_ids(ids, largest), [])[0]
 
     def cut(self, ids, edges):
         """decode(ids) in parts, cut before the tokens at `edges`, which ascend.
@@ -303,8 +307,7 @@ class FromLibrary(Tokenizer):
         for id in {self.end_id, self.mask_id}.intersection(ids):
             token = self.library.library.id_to_token(id)
             use = "ends a document" if id == self.end_id else "is [MASK]"
-            what = f"a part of the text is read as {token!r}, which {use}"
-            raise UserError(f"{what}; remove it from the text, or use another --end")
+            raise UserError(f"a part of the text is read as {token!r}, which {use}; remove it")
 
     def encode_lossless(self, text, after_gap=False):
         if self.kind == "file":
@@ -324,6 +327,9 @@ class FromLibrary(Tokenizer):
     def special_ids(self):
         added = self.library.library.get_added_tokens_decoder() if self.kind == "file" else {}
         return {token.content: id for id, token in added.items() if token.special}
+
+    def not_text(self):
+        return super().not_text() | {*self.special_ids().values(), self.library.unknown_id}
 
     @functools.cached_property
     def spelled(self):
@@ -349,8 +355,9 @@ def describe(path):
     """(kind, vocab, end) of the Tokenizer in a tokenizer.json, as it says; UserError if none is."""
     content = read_json(path, "tokenizer")
     if "format" not in content:
-        file = tokenizer_json.without_name(read_small(path), content)
-        return tokenizer_json.describe(content) or ("file", *file)
+        if ours := tokenizer_json.describe(content):
+            return ours
+        return "file", *tokenizer_json.without_name(read_small(path), content)
     ours = (content["format"], content.get("version")) == ("mdlm-tokenizer", 1)
     kind, vocab, end = (content.get(key) for key in ("kind", "vocab", "end"))
     if not ours or type(end) not in (bool, int):
@@ -364,26 +371,41 @@ def tokenizer_from_json(path, *described):
     described: kind, vocab, end to use instead of those in the file
     """
     described = described or describe(path)
-    with explained(f"{path} has a tokenizer that cannot be used"):
+    try:
         return Tokenizer(*described)
+    except Exception as e:  # whatever a vocabulary of another form leads to
+        why = " ".join(str(e).split())[:200]
+        raise UserError(f"{path} has a tokenizer that cannot be used ({why})") from None
 
 
 def tokenizer_of(folder):
     """The Tokenizer of a checkpoint, of an export by export.py --to=hf, or of another model."""
-    path = folder / "tokenizer.json"
     config = read_json(folder / "config.json", "config")
     kind = config.get("model_type")
-    if kind not in (None, "mdlm"):
-        tokenizer = open_tokenizer(path, False)
-        specials = tokenizer.special_ids()
-        end = next((specials[name] for name in END_TOKENS if name in specials), None)
-        if "mdlm_shift" in config:  # an export of ours says it
-            end = config.get("eos_token_id") if config.get("is_causal") else None
-        elif {*MASKS} & {*specials}:  # an encoder, which ends no texts
-            end = None
-        return tokenizer if end is None else Tokenizer(tokenizer.kind, tokenizer.vocab, end)
+    if kind == "mdlm":
+        return tokenizer_of_export(folder)
+    if kind is not None:
+        return tokenizer_of_network(folder, config)
+    return tokenizer_from_json(folder / "tokenizer.json")
+
+
+def tokenizer_of_network(folder, config):
+    """Of a model of the transformers library, with this config.json."""
+    tokenizer = open_tokenizer(folder / "tokenizer.json", False)
+    specials = tokenizer.special_ids()
+    end = next((specials[name] for name in END_TOKENS if name in specials), None)
+    if "mdlm_shift" in config:  # an export of ours says it
+        end = config.get("eos_token_id") if config.get("is_causal") else None
+    elif {*MASKS} & {*specials}:  # an encoder, which ends no texts
+        end = None
+    return tokenizer if end is None else Tokenizer(tokenizer.kind, tokenizer.vocab, end)
+
+
+def tokenizer_of_export(folder):
+    """Of our own network, as export.py has written it: a file has two more special tokens."""
+    path = folder / "tokenizer.json"
     tokenizer = tokenizer_from_json(path)
-    if kind != "mdlm" or tokenizer.kind != "file":
+    if tokenizer.kind != "file":
         return tokenizer
     content = read_json(path, "tokenizer")
     added = [each for each in content.get("added_tokens") or [] if each["content"] not in ADDED]

@@ -104,5 +104,4 @@ def check_alike(one, first, folder, other):
             raise UserError(f"{both} two values of --{name}, {values[0]} and {values[1]}; {fix}")
     for model, path in ((first[0], one), (other[0], folder)):
         if model.objective.n_texts > 1:
-            what = f"{path} writes block by block, which several networks cannot do together"
-            raise UserError(f"{what}; give it on its own")
+            raise UserError(f"{path} writes block by block; give it on its own")

@@ -116,10 +116,7 @@ class Filter:
 def drawable(tokenizer, vocab_size):
     """(V,) bool: the ids that are text."""
     may_draw = torch.ones(vocab_size, dtype=torch.bool)
-    never = {tokenizer.end_id, tokenizer.mask_id, *tokenizer.special_ids().values()}
-    if tokenizer.kind == "file":
-        never.add(tokenizer.library.unknown_id)
-    may_draw[[id for id in never if id is not None and id < vocab_size]] = False
+    may_draw[[id for id in tokenizer.not_text() if id is not None and id < vocab_size]] = False
     return may_draw
 
 

@@ -17,6 +17,7 @@ import time
 import torch
 
 from nanomdlm.support.infill.model_calls import call_size, device_of, groups, logits_at
+from nanomdlm.support.infill.templates import to_ids
 
 N_AFTER = 4  # tokens after the gap that are masked as well
 
@@ -53,9 +54,7 @@ def score_lengths(model, shapes, number, may_draw=None, deadline=math.inf):
 
 def ids_of(model, shape):
     """The ids of a shape, a whole context."""
-    ids = []
-    for segment in shape:
-        ids += [model.mask_id] * segment.size if segment.is_gap else segment.ids
+    ids = to_ids(shape, model.mask_id)
     return ids + [model.objective.pad_id] * (model.config.block_size - len(ids))
 
 

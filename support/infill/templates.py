@@ -202,17 +202,14 @@ def place_pattern(gap, before, ids, tokenizer):
     automaton = automata.automaton_of(gap.pattern, tokenizer, not ids, space, gap.lead)
     gap = gap._replace(automaton=automaton)
     if gap.length is not None and not automaton.fits(gap.length):
-        what = f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}"
-        raise UserError(f"{what}; write another number of █, or [___:...]")
+        raise UserError(f"no text of {gap.length} tokens matches {gap.pattern[:40]!r}")
     lead = gap.lead or (" " if space == "lent" else "")
     spelled = [tuple(tokenizer.encode_lossless(lead + text, bool(ids))) for text in gap.choices]
     for text, spelling in zip(gap.choices, spelled):
         if not automaton.takes(spelling):
-            what = f"{text[:40]!r} in a list is not what the tokenizer makes of it"
-            raise UserError(f"{what}; leave it out, or write it as the tokenizer shows it")
+            raise UserError(f"{text[:40]!r} in a list is not as the tokenizer shows it")
     if gap.choices and gap.length not in (None, *map(len, spelled)):
-        what = f"no text of the list has {gap.length} tokens"
-        raise UserError(f"{what}; write another number of █, or [___|...]")
+        raise UserError(f"no text of the list has {gap.length} tokens; write [___|...]")
     return gap._replace(spelled=tuple(spelled))
 
 
@@ -227,8 +224,7 @@ def check_lengths(segments, max_gap):
         most = max_gap + segment.n_lead
         if segment.is_open and not segment.spelled and segment.size > most:
             size = segment.size - segment.n_lead
-            what = f"{segment.pattern[:40]!r} needs at least {size} tokens"
-            raise UserError(f"{what}, more than max_gap={max_gap}; raise --max_gap")
+            raise UserError(f"{segment.pattern[:40]!r} needs --max_gap={size}, not {max_gap}")
 
 
 def matches(segments, texts, tokenizer):
@@ -244,8 +240,7 @@ def matches(segments, texts, tokenizer):
 def check_match(segments, texts, tokenizer):
     """Raise UserError if a gap that must match does not in texts from `to_texts`."""
     if not matches(segments, texts, tokenizer):
-        what = "a gap does not match as it is shown: the tokens beside it change its text"
-        raise UserError(f"{what}; leave a space, or leave the pattern out")
+        raise UserError("a gap does not match as it is shown: the tokens beside it change its text")
 
 
 # ---- Gaps whose first token must begin with a space
@@ -315,8 +310,7 @@ def read_text(path, name):
         return content.decode()
     except UnicodeDecodeError as e:
         line = content.count(b"\n", 0, e.start) + 1
-        what = f"line {line} of {name} is not UTF-8 text (byte {e.start})"
-        raise UserError(f"{what}; give UTF-8 text, for instance by iconv") from None
+        raise UserError(f"line {line} of {name} is not UTF-8 text (byte {e.start})") from None
 
 
 def parse_all(infill, batch, to_segments):
@@ -387,18 +381,15 @@ def is_template(text, tokenizer):
     return bool(gap_pattern(tokenizer).search(text))
 
 
-def pieces(template, gap, escape=""):
+def pieces(template, gap):
     """Cut a template into text and marks of gaps, in turn; text between two marks may be empty.
 
-    gap: see gap_pattern. escape: stands for a backslash that says that no mark follows. Raises
-    UserError for a gap that must match and has no end.
+    gap: see gap_pattern. Raises UserError for a gap that must match and has no end.
     """
     escapes = {match.start() for match in ESCAPE.finditer(template)}
 
-    def text(begin, end):
-        if not escapes:
-            return template[begin:end]
-        return "".join(escape if i in escapes else template[i] for i in range(begin, end))
+    def text(begin, end):  # without a backslash that says that no mark follows
+        return "".join(template[i] for i in range(begin, end) if i not in escapes)
 
     cut = []
     at = 0
@@ -430,8 +421,7 @@ def end_of_pattern(template, start, is_pattern):
             in_class = True
             i += len(re.match(r"\^?\]?", template[i + 1 : i + 3])[0])  # these begin a class
         i += 1
-    what = f"the gap [{template[:start].rpartition('[')[2]}... has no ] at its end"
-    raise UserError(f"{what}; write one, or \\[ for the text")
+    raise UserError(f"the gap [{template[:start].rpartition('[')[2]}... has no ] at its end")
 
 
 def gap_of_mark(mark):
@@ -498,23 +488,14 @@ def read(template, tokenizer, context):
     What is too long without them is refused.
     """
     if not template:
-        use = "write a text with █ or [MASK] for each missing token"
-        raise UserError(f"the template is empty; {use}")
-    gap = gap_pattern(tokenizer)
-    if tokenizer.kind in ("char", "id"):
-        # The errors of these tokenizers name the position of an unknown character. Encode the whole
-        # template once, its gaps replaced by a known character, so that the position is right.
-        known = " " if tokenizer.kind == "id" else tokenizer.decode([0])
-        cut = pieces(template, gap, known)
-        tokenizer.encode("".join(known * len(cut[i]) if i % 2 else cut[i] for i in range(len(cut))))
-    segments = split(template, gap)
+        raise UserError("the template is empty; write █ for each missing token")
+    segments = split(template, gap_pattern(tokenizer))
     if all(isinstance(segment, str) for segment in segments):
         use = "mark each missing token with █ or [MASK], a gap of unknown length with [___]"
         raise UserError(f"{template[:40]!r} has no gap; {use}")
     for segment, after in itertools.pairwise(segments):
         if isinstance(segment, Gap) and segment.is_open and isinstance(after, Gap):
-            use = "write █ for each token"
-            raise UserError(f"a gap must not follow [___], or its length cannot be told; {use}")
+            raise UserError("a gap must not follow [___], whose length could not be told")
     segments = encode_strings(segments, tokenizer)
     check_context(segments, context)
     return segments

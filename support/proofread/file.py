@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanomdlm.support.cli import outputs
-from nanomdlm.support.cli.progress import bar
-from nanomdlm.support.cli.terminal import escaped, is_terminal, warn
+from nanomdlm.support.cli.terminal import bar, escaped, is_terminal, warn
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import display
 from nanomdlm.support.infill.templates import read_text
@@ -49,8 +48,7 @@ def check_output(options):
     is_same = options.fix != "-" and outputs.is_same(options.output, options.fix)
     outputs.check_all(replace(options, fix="") if is_same else options)
     if is_same and not outputs.is_replaced(Path(options.output)):
-        what = f"--output={options.output} would be overwritten before the new text is complete"
-        raise UserError(f"{what}, as it is a link or in a closed folder; give another file")
+        raise UserError(f"--output={options.output} cannot be replaced at once; give another file")
 
 
 def write(path, text):

@@ -24,6 +24,7 @@ for byte. Measurements: results/proofreading.md.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -38,7 +39,6 @@ from nanomdlm.support.proofread.changes import Part, compare
 from nanomdlm.support.proofread.mistakes import Prior
 from nanomdlm.support.proofread.races import REACH, Edit, Race, one_by_one, thirds
 from nanomdlm.support.proofread.tokens import Cutter, Token, begins, finished, is_whole, text_of
-from nanomdlm.support.proofread.words import Words
 from nanomdlm.support.run.calibration import calibrated
 
 STRIDE = 8  # doubt: a call masks single tokens at this distance
@@ -63,6 +63,7 @@ UNKNOWN_COST = 6.0  # nats more for an edit of a name, or of words found elsewhe
 NAME_LOGP = -8.0  # log p of a region that is enough to turn a name into a word not in the text
 WORD_LENGTH = 64  # characters of a word, at each side of an edit, that are looked up
 MAX_LOGITS = 1 << 24  # held at a time
+WORD = re.compile(r"[^\W_]+")  # letters and digits
 DOUBLED = re.compile(r"(?<![\w'’-])([^\W\d_]+)(\s+\1)(?![\w'’-])")  # the same word twice
 
 
@@ -82,9 +83,7 @@ def check_model(model, tokenizer):
     """Raise UserError for a model that cannot see the text on both sides of a token."""
     check_tokenizer(tokenizer, model)
     if abilities.is_causal(model) or model.objective.n_texts > 1 or model.config.prompt_column:
-        what = "this model does not see the whole text around a token, so it cannot proofread"
-        fix = "give a masked diffusion model of whole texts, without blocks or of --infill_share"
-        raise UserError(f"{what}; {fix}")
+        raise UserError("proofreading needs a masked diffusion model that sees whole texts")
 
 
 class Answers(NamedTuple):
@@ -391,3 +390,38 @@ def moved(edits, made):
         if all(edit.stop < other.start or other.stop < edit.start for other in made)
         for shift in [sum(other.growth for other in made if other.stop < edit.start)]
     ]
+
+
+# ---- Names and repetitions
+class Words:
+    """How often each word occurs in a text, in upper or lower case."""
+
+    def __init__(self, text=""):
+        self.counts = Counter(WORD.findall(text.lower()))
+
+    def has_elsewhere(self, words):
+        """Whether each of these words, which a place of the text has, occurs at another one too."""
+        return all(self.counts[word] > n for word, n in Counter(words).items())
+
+    def lost(self, before, old, new, after):
+        """(whether an edit turns a name into unknown words, whether words that are elsewhere too)
+
+        before, after: the text around the edit, which turns the text `old` into `new`
+        """
+        lead, begin = re.fullmatch(r"(.*?)([^\W_]*)", before, re.DOTALL).groups()
+        end = re.match(r"[^\W_]*", after)[0]
+        old, new = (WORD.findall(begin + text + end) for text in (old, new))
+        while old and new and old[0].lower() == new[0].lower():
+            old, new = old[1:], new[1:]
+        while old and new and old[-1].lower() == new[-1].lower():
+            old, new = old[:-1], new[:-1]
+        if not old or all(self.counts[word.lower()] for word in new):
+            return False, False
+        is_name = all(looks_like_a_name(words[0], lead.rstrip(" ")) for words in (old, new))
+        return is_name, self.has_elsewhere([word.lower() for word in old])
+
+
+def looks_like_a_name(word, before):
+    """Whether a word after other text is in capitals, or begins with one within a sentence."""
+    is_within = before[-1:].isalnum() or before.endswith(",")
+    return len(word) > 1 and word[0].isupper() and (word.isupper() or is_within)

@@ -27,8 +27,7 @@ class Cutter:
 
     def __init__(self, tokenizer):
         if tokenizer.kind == "id":
-            what = "this model learned ids, whose text is not known"
-            raise UserError(f"{what}; --fix needs one that learned text")
+            raise UserError("this model learned ids, whose text is not known; --fix needs text")
         self.tokenizer = tokenizer
         self.mask = tokenizer.mask_id
         self.by_character = tokenizer.kind in ("char", "byte")
@@ -104,13 +103,11 @@ class Cutter:
 
     def barred(self, vocab_size):
         """(V,) bool: the ids that are not proposed: they are not text, or not on their own."""
-        never = {self.tokenizer.end_id, self.mask}
+        never = self.tokenizer.not_text()
         if self.tokenizer.kind == "byte":
             never |= {*range(128, 256)}
         elif self.tokenizer.kind == "word":
             never |= {*range(256)}
-        elif not self.by_character:
-            never |= {*self.tokenizer.special_ids().values(), self.tokenizer.library.unknown_id}
         return torch.tensor([id in never for id in range(vocab_size)])
 
     def reads_as(self, tokens):

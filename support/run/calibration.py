@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanomdlm.support.cli import progress
+from nanomdlm.support.cli import terminal
 from nanomdlm.support.infill.model_calls import checked, group_size
 from nanomdlm.support.run.evaluation import eval_mode, stratified_counts
 
@@ -78,7 +78,7 @@ def fit(model, windows, passes=8, seed=0):
     counts = lengths[None] if is_exact else stratified_counts(lengths, passes, seed)
     B = group_size(model, windows.device)
     totals = torch.zeros(len(GRID), dtype=torch.float64)
-    with eval_mode(model), progress.bar(total=len(counts) * W, desc="calibrating") as bar:
+    with eval_mode(model), terminal.bar(total=len(counts) * W, desc="calibrating") as bar:
         for k, count in enumerate(counts):
             for some in torch.arange(W).split(B):
                 samples = some.to(windows.device)

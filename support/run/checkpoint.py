@@ -195,7 +195,7 @@ def read_newest(path, read):
     A run may be training there: if it replaces or removes a checkpoint that is being read, the
     newest one is looked for again. UserError if there is none, or if read(folder) raises one.
     """
-    path = hub.local(path)
+    path = Path(path) if os.path.isdir(path) else hub.local(path)
     if (path / "manifest.json").exists():
         verify(path)
         return path, read(path)
@@ -320,13 +320,11 @@ def read_settings(path, known):
         return settings_of_export(content, known)
     kind, version, settings = (content.get(key) for key in ("format", "version", "config"))
     if (kind, version) != ("mdlm", 1) or not isinstance(settings, dict):
-        what = f"{path} has version {version!r} of format {kind!r}"
-        raise UserError(f"{what}; this program reads settings of version 1 of mdlm")
+        raise UserError(f"{path} has version {version!r} of format {kind!r}, not 1 of mdlm")
     if settings.keys() - known:
         settings = upgraded(settings)
     for name in sorted(settings.keys() - known):
-        fix = "use the version that wrote it, or train again"
-        raise UserError(f"{path} has an unknown setting {name[:40]!r}; {fix}")
+        raise UserError(f"{path} has a setting of another version: {name[:40]!r}")
     return settings
 
 
@@ -389,15 +387,13 @@ def read_tensors(path, expected=None, kinds=("F32",)):
             wanted = {name: list(t.shape) for name, t in expected.items()}
             for name in sorted(slices.keys() | wanted.keys()):
                 if name not in wanted or shapes.get(name) != wanted[name]:
-                    why = f"{name} is missing, unexpected or misshapen"
-                    raise UserError(f"{path} does not fit its config: {why}")
+                    raise UserError(f"{path} does not fit its config: the tensor {name} differs")
         tensors = {name: f.get_tensor(stored) for name, stored in names.items()}
     if expected is not None:
         tensors = {name: t.float() for name, t in tensors.items()}
     for name, t in tensors.items():
         if t.is_floating_point() and not t.isfinite().all():
-            fix = "use an earlier checkpoint, or train again"
-            raise UserError(f"{path}: {name} has numbers that are not finite; {fix}")
+            raise UserError(f"{path}: {name} has numbers that are not finite")
     return tensors
 
 
@@ -406,22 +402,29 @@ def saved_buffers(model):
     return model.state_dict().keys() & dict(model.named_buffers(recurse=False)).keys()
 
 
+KINDS = ("F32", "BF16", "F16")  # dtypes of weights in a file
+
+
 def read_weights(folder, model):
     """The weights of a checkpoint or an export, with the names and shapes of the model's."""
-    path = folder / "model.safetensors"
-    expected = model.state_dict()
     if is_foreign(folder):  # the library has read them
-        return expected
-    kinds = ("F32", "BF16", "F16")
-    if not is_export(folder):
-        return read_tensors(path, expected, kinds)
+        return model.state_dict()
+    path = folder / "model.safetensors"
+    if is_export(folder):
+        return read_exported(path, model)
+    return read_tensors(path, model.state_dict(), KINDS)
+
+
+def read_exported(path, model):
+    """The weights of a model of ours that export.py has written."""
+    expected = model.state_dict()
     unknown = {name: torch.ones_like(expected.pop(name)) for name in saved_buffers(model)}
     stored = dict(expected)
     vocabularies = {"embed.weight", "head.weight"} & expected.keys()
     for name in vocabularies:  # a row for each id of the library, [MASK] and [PAD] among them
         C = expected[name].shape[1]
         stored[name] = torch.empty(model.vocab_size + 2, C, device="meta")
-    tensors = read_tensors(path, stored, kinds)
+    tensors = read_tensors(path, stored, KINDS)
     for name in vocabularies:
         tensors[name] = tensors[name][: len(expected[name])]
     return tensors | unknown  # lengths of documents: all are as likely

@@ -1,7 +1,6 @@
 """The score of a checkpoint, which its manifest keeps, and the line that shows it."""
 
 import contextlib
-import os
 from pathlib import Path
 
 from nanomdlm.support.cli import environment, files
@@ -42,16 +41,9 @@ def judge(score, folder):
     return words + ": barely trained" * (level > BARELY * score["unigram"])
 
 
-def relative(path):
-    """A path as seen from the current folder; on Windows as it is, if that is on another drive."""
-    with contextlib.suppress(ValueError):
-        return os.path.relpath(path)
-    return str(path)
-
-
 def describe(folder):
     """The model in words: "out/step-38, pydoc, NELBO 4.63: barely trained"."""
-    shown = min(str(folder), relative(folder), key=len)
+    shown = environment.shorter(folder)
     folder = Path(folder).resolve()
     config = read_json(folder / "config.json").get("config", {})
     data = " ".join(Path(config.get("data", "")).name.split())[:40]  # exports do not say it
@@ -69,5 +61,6 @@ def introduce(folders, out_dir):
     elif folders[0] == SHIPPED and not out_dir:
         line += " (the model that ships; out/ has no run yet)"
     elif line.endswith("barely trained") and SHIPPED.is_dir():
-        line += f"; --out_dir={environment.quote(relative(SHIPPED))} is the one that ships"
+        shipped = environment.quote(environment.shorter(SHIPPED))
+        line += f"; --out_dir={shipped} is the one that ships"
     warn(line)

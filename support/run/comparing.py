@@ -25,8 +25,7 @@ def read_evaluation(path):
     """What eval.py --json wrote to a file, as a dict; raises UserError for anything else."""
     r = read_json(path, "result of eval.py --json")
     if not {"by_window", "checkpoint", *SAME} <= r.keys():
-        why = "has nothing that can be compared window by window"
-        raise UserError(f"{path} {why}; write it again with eval.py --json")
+        raise UserError(f"{path} has no windows to compare; write it with eval.py --json")
     return r
 
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-from pathlib import Path
 
 from nanomdlm.support.cli import devices, hub, networks, settings
 from nanomdlm.support.cli.settings import NO_LIMIT
@@ -53,7 +52,7 @@ def located(given):
     found = {}
     if given.get("init_from"):
         found["init_from"] = str(hub.local(given["init_from"]))
-    if "data" in given:
+    if given.get("data", "").startswith(hub.DATASETS):
         found["data"] = hub.dataset(given["data"])
     return given | found
 
@@ -88,8 +87,7 @@ def inherited(given, known):
     source = given["init_from"]
     if checkpoint.is_foreign(source):
         return {}
-    folders = [Path(source), *checkpoint.checkpoints(source)]
-    path = next((p / "config.json" for p in folders if (p / "config.json").exists()), None)
+    path = networks.file_of_run(source, "config.json")
     if path is None:
         return {}  # load says what is missing
     was = checkpoint.read_settings(path, known)
@@ -128,7 +126,7 @@ def read(Config, folder):
     return config
 
 
-def resumed(old, given, folder):
+def resumed(old, given):
     """The Config `old` of a checkpoint with the given flags, and what they change of its numbers.
 
     The changes: name -> (old, new).
@@ -147,28 +145,9 @@ def resumed(old, given, folder):
             fix = "leave the flag out, or start again with --overwrite"
             was = "none" if was == "" else was
             raise UserError(f"--{name}={value} contradicts the run in {out}, with {was}; {fix}")
-    check_end(given, old, folder)
     config = dataclasses.replace(old, **changes | dict(out_dir=str(out), overwrite=False))
     choose_end(config, given, old)
     return config, {k: (getattr(old, k), v) for k, v in changes.items() if k in CHANGEABLE}
-
-
-def check_end(given, old, folder):
-    """Raise UserError for a given --max_steps or --time_limit that the run has passed already.
-
-    folder: its checkpoint, with Config `old`. The run's own values are accepted: torchrun repeats
-    them, after a crash at the very end.
-    """
-    state = checkpoint.read_state(folder)
-    step = state["step"]
-    seconds = state["seconds"]
-    steps = given.get("max_steps", old.max_steps)
-    limit = given.get("time_limit") or old.time_limit
-    if steps != old.max_steps and steps < step:
-        raise UserError(f"--max_steps={steps}, but {folder} has made {step} steps; give more")
-    if limit != old.time_limit and limit < seconds:
-        took = f"but {folder} has taken {seconds:.0f} s"
-        raise UserError(f"--time_limit={limit:g}, {took}; give more")
 
 
 def is_same_path(name, value, was):
@@ -197,13 +176,11 @@ def check(config, world=1):
         accepted = f"{', '.join(KINDS)} or a tokenizer.json"
         raise UserError(f"--tokenizer={config.tokenizer} is not accepted; give {accepted}")
     if config.network and config.time_conditioning:
-        what = f"--network={config.network}, a pretrained network, which cannot use the mask rate"
-        raise UserError(f"--time_conditioning does not work with {what}; leave it out")
+        raise UserError(f"--time_conditioning does not work with --network={config.network}")
     if config.data == "patterns":
         patterns.check(config)
     if config.chat_column and config.prompt_column != config.chat_column:
-        both = f"--chat_column={config.chat_column} and --prompt_column={config.prompt_column}"
-        raise UserError(f"{both} contradict each other; give one of them")
+        raise UserError("--chat_column and --prompt_column contradict each other; give one of them")
     if config.prompt_column == config.text_column and not config.chat_column:
         raise UserError(f"--prompt_column={config.prompt_column} is also --text_column; name two")
 
@@ -214,7 +191,8 @@ def check_idle(config, given, before):
     before: the Config that the flags change; a flag with its value changes nothing.
     """
     is_ar = config.objective == "ar"
-    other = next((name for name in ("masking", "rates", "loss_weight") if is_set(config, name)), "")
+    names = ("masking", "rates", "loss_weight")
+    other = next((n for n in names if getattr(config, n) != getattr(type(config), n)), "")
     sized = "n_layer n_head n_embd attention_every conv pos tie"
     rules = [
         ("masking rates loss_weight rate_margin", is_ar, "with --objective=ar, which has no masks"),
@@ -230,11 +208,6 @@ def check_idle(config, given, before):
     ]
     asked = {k: v for k, v in given.items() if v and v != getattr(before, k)}
     settings.check_idle(asked, rules)
-
-
-def is_set(config, name):
-    """Whether a setting differs from its default."""
-    return getattr(config, name) != getattr(type(config), name)
 
 
 def check_source(config, given):

@@ -9,14 +9,12 @@ import torch
 from tqdm import tqdm
 
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import progress
 from nanomdlm.support.cli.devices import flops_per_token, peak_flops
 from nanomdlm.support.cli.files import to_json, writing
 from nanomdlm.support.cli.settings import NO_LIMIT
-from nanomdlm.support.cli.terminal import escaped, silence_stdout
+from nanomdlm.support.cli.terminal import bar, escaped, silence_stdout
 from nanomdlm.support.errors import SharedError
 from nanomdlm.support.run import ranks, shards
-from nanomdlm.support.run.advice import advice
 from nanomdlm.support.run.evaluation import eval_mode
 
 BAR = "{percentage:3.0f}%|{bar:16}| {desc}, {elapsed}<{remaining}{postfix}"
@@ -109,18 +107,18 @@ class Log:
         options = dict(total=1.0, initial=min(done, 1.0), bar_format=BAR, miniters=0)
         options |= dict(desc=f"step {run.step}{of}", leave=True, delay=0, disable=self.silent)
         self.last = (run.tokens, run.clock.training())
-        with progress.bar(**options) as bar:
+        with bar(**options) as shown:
 
             def show():
-                bar.n = run.clock.progress
-                bar.desc = f"step {run.step}{of}"
+                shown.n = run.clock.progress
+                shown.desc = f"step {run.step}{of}"
                 if math.isfinite(run.loss):  # NaN until the first loss has been read from a GPU
                     speed = self.speed or self.measure(run)
-                    bar.postfix = f"loss {run.loss:.4f}, {speed:,.0f} tokens/s"
-                bar.update(0)
+                    shown.postfix = f"loss {run.loss:.4f}, {speed:,.0f} tokens/s"
+                shown.update(0)
 
             yield show
-            bar.n = run.clock.progress
+            shown.n = run.clock.progress
 
     def measure(self, run):
         """Return tokens/s since the last record."""
@@ -235,7 +233,7 @@ def score_of(run, r):
     name = run.objective.metric
     if not math.isfinite(r[name]):
         what = f"validation {name} {r[name]} at step {run.step}: not saved."
-        raise SharedError(f"{what} {advice(run)}")
+        raise SharedError(f"{what} {run.advice()}")
     windows = run.corpus.windows(run.config.eval_windows)
     tokens = windows[run.objective.scored_mask(windows)]
     p = tokens.bincount().double() / len(tokens)

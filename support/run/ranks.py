@@ -78,15 +78,14 @@ def leave_ranks():
     The ranks wait through the store: a rank that leaves during a collective operation resets the
     connections of the others.
     """
-    if CONTROL:
-        numbers = range(distributed.get_world_size())
-        STORE.set(f"ready {distributed.get_rank()}", "")
-        STORE.wait([f"ready {rank}" for rank in numbers])
-        STORE.set(f"leaving {distributed.get_rank()}", "")
-        if is_first_rank():  # its process holds the store, so it leaves last
-            STORE.wait([f"leaving {rank}" for rank in numbers])
-        distributed.destroy_process_group()
-        atexit.unregister(distributed.destroy_process_group)
+    numbers = range(distributed.get_world_size())
+    STORE.set(f"ready {distributed.get_rank()}", "")
+    STORE.wait([f"ready {rank}" for rank in numbers])
+    STORE.set(f"leaving {distributed.get_rank()}", "")
+    if is_first_rank():  # its process holds the store, so it leaves last
+        STORE.wait([f"leaving {rank}" for rank in numbers])
+    distributed.destroy_process_group()
+    atexit.unregister(distributed.destroy_process_group)
 
 
 # ---- Splitting work, and common decisions
@@ -126,10 +125,8 @@ def was_stopped():
 # ---- Errors of one rank, raised on all
 def gather(value):
     """Return the values of all ranks, in a list."""
-    values = [value]
-    if CONTROL:
-        values = [None] * distributed.get_world_size()
-        distributed.all_gather_object(values, value, CONTROL)
+    values = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value, CONTROL)
     return values
 
 
@@ -139,8 +136,11 @@ def together(do):
     This is a vote. Inside, no other one may be taken, nor may ranks exchange anything else: a rank
     that has failed would not take part. The first rank prints the message of the first that failed.
     """
-    if not CONTROL:
-        return do()
+    return vote(do) if CONTROL else do()
+
+
+def vote(do):
+    """`together` of several ranks."""
     result = error = None
     try:
         result = do()
@@ -159,9 +159,10 @@ def together(do):
 
 def first(do):
     """Call do() on the first rank while the others wait; all get its result, or its UserError."""
-    result = [together(lambda: do() if is_first_rank() else None)]
-    if CONTROL:
-        distributed.broadcast_object_list(result, 0, CONTROL)
+    if not CONTROL:
+        return do()
+    result = [vote(lambda: do() if is_first_rank() else None)]
+    distributed.broadcast_object_list(result, 0, CONTROL)
     return result[0]
 
 
@@ -170,11 +171,15 @@ def check_alike(mine):
 
     mine: what must be the same on all of them, {name: value}
     """
-    everyone = gather(mine)
+    if CONTROL:
+        compare(gather(mine))
+
+
+def compare(everyone):
+    """Raise RankError if the dicts of all ranks are not the same."""
     names = sorted({name for theirs in everyone for name in theirs})
     for rank, theirs in enumerate(everyone):
         for name in names:
             here, there = everyone[0].get(name, "none"), theirs.get(name, "none")
             if there != here:
-                fix = "start all with the same flags, and with folders that all share"
-                raise RankError(f"rank {rank} has {name} {there}, the first rank {here}; {fix}")
+                raise RankError(f"rank {rank} has {name} {there}, the first rank {here}")

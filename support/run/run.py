@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanomdlm.support.errors import SharedError
 from nanomdlm.support.run import ranks
-from nanomdlm.support.run.advice import advice
 from nanomdlm.support.run.optimizers import average, scale_gradients
 
 
@@ -92,10 +92,34 @@ class Run:
         for step, (loss, norm) in zip(self.pending, values, strict=True):
             if not math.isfinite(loss + norm):
                 what = f"loss {loss}, gradient norm {norm} at step {step}: not kept."
-                raise SharedError(f"{what} {advice(self)}")
+                raise SharedError(f"{what} {self.advice()}")
         self.pending.clear()
         self.loss, self.grad_norm = values[-1]
 
     def autocast(self):
         dtype = self.engine.dtype
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    # ---- What to do if it cannot continue: sentences that name flags which it accepts
+    def advice(self):
+        """If numbers are not finite."""
+        rates = "--learning_rate" + " and --muon_lr" * (self.config.optimizer == "muon")
+        return self.to_continue(f"a lower {rates}, --grad_clip=1, or --dtype=float32")
+
+    def advice_on_memory(self):
+        """If memory is full."""
+        config = self.config
+        n = 2 * config.gradient_accumulation_steps
+        fixes = []
+        if config.batch_size % (2 * self.engine.world * n) == 0:
+            fixes.append(f"--gradient_accumulation_steps={n}")
+        if not config.recompute:
+            fixes.append("--recompute")
+        return self.to_continue(" or ".join(fixes) or "more memory")
+
+    def to_continue(self, fix):
+        if not self.clock or self.clock.saved < 0:
+            overwrite = "--overwrite and " * self.config.overwrite
+            return f"Nothing is saved yet; start again with {overwrite}{fix}"
+        last = Path(self.config.out_dir) / f"step-{self.clock.saved}"
+        return f"The last good checkpoint is {last}; --resume with {fix}"

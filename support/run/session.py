@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save as to_safetensors
 
-from nanomdlm.support.cli import devices, environment, files, networks, out_of_memory
+from nanomdlm.support.cli import devices, environment, files, networks
+from nanomdlm.support.cli.entry import is_out_of_memory
 from nanomdlm.support.cli.signals import handlers_kept, signals_wait
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.data import sources, windows
@@ -36,7 +37,6 @@ from nanomdlm.support.run import (
 )
 from nanomdlm.support.run import config as settings_of_run
 from nanomdlm.support.run import folder as run_folder
-from nanomdlm.support.run.advice import advice, advice_on_memory
 from nanomdlm.support.run.clock import Clock
 from nanomdlm.support.run.log import Log, read_lines
 
@@ -63,7 +63,8 @@ def open_session(Config, given, start):
             yield session
         if session.log.tracker:
             session.log.tracker.close()
-        ranks.leave_ranks()
+        if ranks.CONTROL:
+            ranks.leave_ranks()
 
 
 def find(Config, given, world):
@@ -73,7 +74,7 @@ def find(Config, given, world):
         given = given | dict(resume=bool(resumed_from))
     if resumed_from:
         before = settings_of_run.read(Config, resumed_from)
-        config, changed = settings_of_run.resumed(before, given, resumed_from)
+        config, changed = settings_of_run.resumed(before, given)
     else:
         before = Config
         changed = {}
@@ -86,7 +87,7 @@ def find(Config, given, world):
     if config.shard:
         shards.check(config.shard, world)
     if config.tracker != "none":
-        trackers.check(config)
+        environment.optional(config.tracker, f"--tracker={config.tracker}")
     run_folder.check_place(config, resumed_from)
     run_folder.lock(Path(config.out_dir))
     return config, resumed_from, changed
@@ -184,9 +185,8 @@ class Session:
             network.fit_data(ids)
         state = checkpoint.read_state(self.resumed_from) if self.resumed_from else {}
         if any(state.get(name, value) != value for name, value in ids.identity.items()):
-            fix = "restore it, or start again with --overwrite"
             what = f"{folder} is not what {self.resumed_from} learned"
-            raise UserError(f"--data={config.data}: {what}; {fix}")
+            raise UserError(f"--data={config.data}: {what}; restore it")
         return ids
 
     # ---- The beginning and the end
@@ -273,10 +273,8 @@ class Session:
         program = "torchrun ... mdlm.py" if ranks.CONTROL else environment.command("mdlm.py")
         again = f"{program} {out_dir} --resume"
         if self.is_over and not interrupted:
-            more = f"--max_steps={2 * run.config.max_steps}"
-            if run.config.time_limit:
-                more = f"--time_limit={2 * run.config.time_limit:g}"
-            say(f"this run ended at step {run.step}; to continue, raise that: {again} {more}")
+            limit = "time_limit" if run.config.time_limit else "max_steps"
+            say(f"this run ended at step {run.step}; to continue: {again} --{limit}=MORE")
             return 0
         if not interrupted or run.clock.saved != run.step:
             self.save(run, finished=not interrupted)
@@ -326,7 +324,7 @@ def check_finite(run, tensors):
     for name, t in tensors.items():
         part = t.to_local() if hasattr(t, "to_local") else t  # with --shard
         if not part.isfinite().all():
-            raise RankError(f"{name} is not finite at step {run.step}: not saved. {advice(run)}")
+            raise RankError(f"{name} is not finite at step {run.step}: not saved. {run.advice()}")
 
 
 def in_memory(weights, tensors):
@@ -359,12 +357,12 @@ def memory_explained(session):
         yield
     except (MemoryError, RuntimeError) as e:
         run = session.run
-        if not out_of_memory.is_full(e) or run is None:
+        if not is_out_of_memory(e) or run is None:
             raise
         batch = f"{run.micro_batch} sequences of {run.config.block_size} tokens at a time"
         size = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
         what = f"out of memory on {run.device}, with {batch} and {size}"
-        raise RankError(f"{what}. {advice_on_memory(run)}") from e
+        raise RankError(f"{what}. {run.advice_on_memory()}") from e
 
 
 # ---- The state of the process
@@ -378,8 +376,7 @@ def process_of_a_run():
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):  # it keeps copies of old weights
         raise UserError("a run cannot start inside torch.autocast; call mdlm.main outside of it")
     if not TRAINING.acquire(blocking=False):
-        fix = "wait for its end, or start another process"
-        raise UserError(f"another thread of this process is training; {fix}")
+        raise UserError("another thread of this process is training; wait for its end")
     if "torch._dynamo" in sys.modules:  # else shapes of earlier runs would make this one's dynamic
         torch.compiler.reset()
     dtype = torch.get_default_dtype()

@@ -24,13 +24,10 @@ ALL = -1  # --shard without a value: all ranks share one model
 # ---- How many ranks share a model
 def check(shard, world):
     """Raise UserError if --shard cannot work with `world` ranks."""
-    what = "--shard, given here or when the run began,"
     if not ranks.CONTROL:
-        fix = "start with torchrun --standalone --nproc_per_node=RANKS mdlm.py, or give --shard=0"
-        raise UserError(f"{what} shards a model over ranks, but there are none; {fix}")
+        raise UserError(f"--shard={shard}, of this run, needs torchrun; or give --shard=0")
     if world % sharing(shard, world):
-        why = f"is {shard}, which does not divide the {world} ranks"
-        raise UserError(f"{what} {why}; give a number that does, or --shard for all of them")
+        raise UserError(f"--shard={shard} does not divide the {world} ranks; give one that does")
 
 
 def sharing(shard, world):

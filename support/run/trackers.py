@@ -13,11 +13,6 @@ from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.errors import UserError
 
 
-def check(config):
-    """Raise UserError if the package of --tracker is missing."""
-    optional(config.tracker, f"--tracker={config.tracker}")
-
-
 def start(config, log):
     """Return the Tracker of a run that continues the records in `log`, a list of dicts."""
     starts = dict(wandb=start_wandb, tensorboard=start_tensorboard)

@@ -29,7 +29,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nanomdlm.support import abilities
-from nanomdlm.support.cli import out_of_memory
+from nanomdlm.support.cli.entry import is_out_of_memory
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.constrain.automaton import still_wanted
 from nanomdlm.support.errors import TooLong, UserError
@@ -108,7 +108,7 @@ def explained(error):
         return Refused(sentence, param, code=code)
     if type(error) in ENDS:
         return Refused(*ENDS[type(error)])
-    if out_of_memory.is_full(error):
+    if is_out_of_memory(error):
         what = "out of memory; try again later, or ask for fewer tokens"
         return Refused(what, status=503, code="memory", wait=5)
     at = traceback.extract_tb(error.__traceback__)
@@ -190,12 +190,10 @@ class Guard:
         name = re.sub(r":\d*$", "", host).strip("[]")
         known = [*LOOPBACK, *(re.sub(r"^https?://|:\d+$", "", each) for each in options.origins)]
         if options.host in LOOPBACK and name not in known:
-            what = "this server answers to localhost alone; use that name, or give --origin"
-            raise Refused(what, status=403)
+            raise Refused("this server answers to localhost, or to what --origin names", status=403)
         origin = headers.get("origin", "").lower()
         if origin and origin not in (f"http://{host}", f"https://{host}", *options.origins):
-            what = "pages of other sites may not use this server; allow them by --origin"
-            raise Refused(what, status=403)
+            raise Refused("pages of other sites need --origin to use this server", status=403)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else ""
         # The comparison takes as long for any wrong key.
@@ -208,8 +206,7 @@ class Guard:
 # ---- Requests that write
 async def read_body(request, limit):
     """The bytes of a body; Refused for one that is too large or too slow."""
-    what = f"the body has more than {limit} bytes; send less"
-    too_large = Refused(what, status=413, code="too_large")
+    too_large = Refused(f"the body has more than {limit} bytes", status=413, code="too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit:
         raise too_large
@@ -225,7 +222,7 @@ async def read_body(request, limit):
     try:
         return await asyncio.wait_for(parts(), BODY_SECONDS)
     except asyncio.TimeoutError:
-        what = f"the body did not come within {BODY_SECONDS:g} s; send it faster"
+        what = f"the body did not come within {BODY_SECONDS:g} s"
         raise Refused(what, status=408, code="too_slow") from None
 
 

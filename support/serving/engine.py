@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from nanomdlm.support.cli import out_of_memory
+from nanomdlm.support.cli.entry import is_out_of_memory
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.infill.batching import are_alike, compute
 from nanomdlm.support.infill.model_calls import call_size
@@ -249,7 +249,7 @@ class Engine:
             return list(zip(requests, self.compute(requests), [None] * len(requests)))
         except Exception as e:
             error = e
-        is_full = out_of_memory.is_full(error)
+        is_full = is_out_of_memory(error)
         if is_full:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

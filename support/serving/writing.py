@@ -114,8 +114,7 @@ class Writer:
             return json.dumps(messages, ensure_ascii=False)
         how = dict(param="messages", code="unsupported")
         if not config.prompt_column:
-            what = "this model has learned no conversations; use /v1/completions"
-            raise Refused(what, **how)
+            raise Refused("this model has learned no conversations; use /v1/completions", **how)
         if len(messages) != 1 or messages[0]["role"] != "user":
             what = "this model has learned answers to single prompts; send one message of the user"
             raise Refused(what, **how)

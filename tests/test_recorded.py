@@ -5,6 +5,7 @@ recorded. What a GPU refuses to record, because Python waits for a value, it ref
 """
 
 import contextlib
+import dataclasses
 import functools
 
 import pytest
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mdlm
+import sample
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import batching, recorded
 from nanomdlm.support.run import evaluation, graphs
 from nanomdlm.support.view import masked_rows
@@ -29,6 +32,10 @@ def waits(operation, args):
     if operation.overloadpacket in (aten.index, aten.index_put, aten.index_put_):  # by a mask
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return operation.overloadpacket in WAITS
+
+
+def storage(x):
+    return x.untyped_storage().data_ptr()
 
 
 class Graph(TorchDispatchMode):
@@ -51,7 +58,7 @@ class Graph(TorchDispatchMode):
         for operation, args, kwargs, out in self.kernels:
             again = operation(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():
+                if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
@@ -65,9 +72,10 @@ def gpu(monkeypatch):
         made.append(graph)
         with graph:
             yield
-        for *_, out in graph.kernels:  # nothing is computed before the replay
+        for _, args, _, out in graph.kernels:  # nothing is computed before the replay
+            given = {storage(x) for x in tree_leaves(args) if torch.is_tensor(x)}
             for x in tree_leaves(out):
-                if torch.is_tensor(x) and x.is_floating_point() and x._base is None:
+                if x.is_floating_point() and storage(x) not in given:
                     x.fill_(float("nan"))
 
     monkeypatch.setattr(graphs.gc, "collect", lambda: None)  # it takes long among all tests
@@ -215,14 +223,118 @@ def test_evaluation_replays_one_graph(gpu, monkeypatch, more):
 
 
 # ---- Samplers
-@pytest.mark.parametrize("more", [{}, dict(cfg=0.5), dict(order="margin")], ids=str)
-def test_texts_are_the_same(gpu, more):
+def all_steps(model, **more):
+    """What each step has done to texts of which some tokens are given."""
+    x = torch.full((3, 32), model.mask_id)
+    x[1, :5] = 1
+    x[2, 8:11] = 2
+    steps = list(sample.unmask(model, x, **more))
+    return [tensor for step in steps for tensor in (torch.tensor(step.number), *step[1:])]
+
+
+SAMPLERS = [
+    {},
+    dict(steps=12, order="ancestral", seed=3),
+    dict(steps=12, order="margin", temperature=0.5, top_k=4),
+    dict(redraw="sweep", top_p=0.8),
+    dict(cfg=0.5, block=16),
+    dict(threshold=0.3, correct=2),
+    dict(entropy_bound=2.0),
+    dict(end_id=0, forbid=[2], allowed={7: torch.arange(V) == 3}, steps=8),
+]
+
+
+@pytest.mark.parametrize("more", SAMPLERS, ids=str)
+def test_steps_are_replayed(gpu, more):
+    """Draws, too: what each step of a text does is the same."""
     model = network(attention_every=1)
-    for seed in range(3):
-        got = texts_of(model, seed, **more)
+    with graphs.run_eagerly():
+        expected = all_steps(model, **more)
+    got = all_steps(model, **more)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected):
+        assert a.dtype == b.dtype and a.equal(b)
+    assert 1 <= len(gpu) <= 2, "at most one for each block"
+
+
+@pytest.mark.parametrize(
+    "more", [dict(objective="ar"), dict(time_conditioning=True), dict(document_length="given")]
+)
+def test_texts_of_other_models_are_the_same(gpu, more):
+    model = network(attention_every=1, **more)
+    for seed in range(2):
+        got = texts_of(model, seed, steps=8)
         with graphs.run_eagerly():
-            assert got.equal(texts_of(model, seed, **more))
+            assert got.equal(texts_of(model, seed, steps=8))
     assert gpu
+
+
+def test_texts_that_outgrow_the_context_are_the_same(gpu):
+    model = network(attention_every=1)
+    x = torch.full((1, 70), model.mask_id)
+    got = sample.generate(model, x, seed=1, steps=8)
+    with graphs.run_eagerly():
+        assert got.equal(sample.generate(model, x, seed=1, steps=8))
+
+
+@pytest.mark.parametrize("S", [1, 4])
+def test_blocks_are_replayed_with_a_fixed_cache(gpu, S):
+    """Whose length changes; texts that outgrow the context, with prompts, and a second time."""
+    model = network(S, block_size=16, attention_every=1)
+    for T, given in ((16, 0), (40, 9), (14, 0)):
+        x = torch.full((2, T), model.mask_id)
+        x[:, :given] = 1
+        more = dict(seed=T, steps=32, end_id=0)
+        with graphs.run_eagerly():
+            expected = list(sample.unmask(model, x, **more))
+        got = list(sample.unmask(model, x, **more))
+        assert [step.number for step in got] == [step.number for step in expected]
+        for a, b in zip(got, expected):
+            assert a.x.equal(b.x) and a.drawn.equal(b.drawn) and a.calls.equal(b.calls)
+            torch.testing.assert_close(a.logp, b.logp, rtol=1e-4, atol=1e-4)
+    assert len(gpu) <= 8, "not one for each block"
+
+
+@pytest.mark.parametrize("S", [0, 4])
+def test_two_texts_in_turn_do_not_mix(gpu, S):
+    model = network(S, attention_every=1)
+    x = torch.full((1, 32), model.mask_id)
+    alone = [sample.generate(model, x, seed=seed, steps=8) for seed in range(2)]
+    both = [sample.unmask(model, x, seed=seed, steps=8) for seed in range(2)]
+    steps = [*zip(*both, strict=True)]
+    assert all(step.x.equal(text) for step, text in zip(steps[-1], alone))
+
+
+@pytest.mark.parametrize("S", [0, 4])
+@pytest.mark.parametrize("more", [{}, dict(order="margin", cfg=0.5), dict(redraw="sweep")], ids=str)
+def test_a_step_reads_no_value(monkeypatch, S, more):
+    """On PyTorch's meta device: also none that a CPU has."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    model = network(S)
+    x = torch.full((2, 32), model.mask_id)
+    settings = sample.from_keywords(more if not S else {}, model)
+    chunk = next(sample.plan(model, x == x, torch.arange(2), settings))
+    n = len(chunk.at)
+    never = torch.zeros(2 * n, V, dtype=torch.bool)
+    u = torch.zeros(2, n, dtype=torch.float64)
+    cache = model.objective.cache()
+    if cache:
+        x = x[:, :n]
+        cache = cache.fixed(model, 2)
+    inputs = [torch.tensor(0), torch.tensor(0), x, x != x, never, u, u]
+    inputs += [getattr(chunk, field.name) for field in dataclasses.fields(chunk)[3:]]
+    inputs = [tensor.to("meta") for tensor in inputs]
+    with torch.no_grad():
+        found = sample.fixed_step(model.to("meta"), settings, chunk.at, 0, cache, *inputs)
+    assert all(tensor.is_meta for tensor in found)
+
+
+def test_damaged_weights_are_refused(gpu):
+    model = network(attention_every=1)
+    model.head.weight.data[0, 0] = float("nan")
+    for _ in range(2):
+        with pytest.raises(UserError, match="damaged"):
+            texts_of(model, 0)
 
 
 def test_textbook_sampler_writes_the_same(gpu):

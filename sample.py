@@ -170,7 +170,7 @@ class OutputFlags:
     """Where to compute, and how to show it."""
 
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; bfloat16: half the memory
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights; auto: bfloat16 on a GPU
     trust_remote_code: bool = False  # allow custom code from the checkpoint
     watch: bool = False  # show the unmasking in the terminal
     html: Writes = ""  # write a page that plays the unmasking to this file

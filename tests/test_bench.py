@@ -379,6 +379,25 @@ def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_pat
         assert row["share"] is None  # the peak of a CPU is not known
 
 
+def test_generation_is_timed_by_call(small_preset, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        bench,
+        "race",
+        lambda calls, device, seconds: {
+            name: (bench.clock(call, 1, device), 0.0) for name, call in calls.items()
+        },
+    )
+    path = tmp_path / "generate.json"
+    assert entry.run(bench.main, ["generate", "--device=cpu", f"--json={path}"]) == 0
+    rows = [r for r in json.loads(path.read_text())["rows"] if r["contestant"] == "eager, float32"]
+    assert [row["shape"] for row in rows] == ["batch 1", "batch 8"] * 2
+    assert {row["what"] for row in rows} == {"cpu", "cpu, blocks of 16"}
+    for row, B in zip(rows, (1, 8, 1, 8)):
+        assert row["calls"] == 32
+        seconds = row["ms"] * row["calls"] / 1e3
+        assert row["tokens_per_second"] == pytest.approx(16 * B / seconds)
+
+
 def test_a_cut_off_race_keeps_what_is_ready(small_preset, monkeypatch, tmp_path):
     """Ctrl-C, or a limit of gpu.sh, while the second contestant compiles."""
     start = bench.start_step
@@ -536,7 +555,7 @@ def test_lone_checkpoint_needs_its_text(runs, monkeypatch, tmp_path, capsys):
 REHEARSED = [
     ("newton_schulz.py", "singular values"),
     ("residual.py", ""),
-    ("gpu.py generate", "recorded"),
+    ("gpu.py generate", "Llama, 2 x 32"),
     ("gpu.py repeat", "equal to the bit: True"),
 ]
 

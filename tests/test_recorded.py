@@ -222,6 +222,25 @@ def test_evaluation_replays_one_graph(gpu, monkeypatch, more):
     assert len(gpu) == 1 and gpu[0].replays == (2 if "objective" in more else 11)
 
 
+def test_observed_evaluation_is_the_same(gpu):
+    """What eval.py does: it gets the logits, without padding."""
+    model = network().double()
+    windows = ids(35).clamp(max=V - 1)
+    seen = []
+
+    def evaluate():
+        def observe(at, targets, logits):
+            seen.append((at, targets, logits))
+
+        return mdlm.evaluate(model, windows, batch_size=12, observe=observe)
+
+    with graphs.run_eagerly():
+        expected = evaluate()
+    assert evaluate() == expected and gpu
+    for a, b in zip(seen[:3], seen[3:], strict=True):
+        assert all(x.equal(y) for x, y in zip(a, b, strict=True))
+
+
 # ---- Samplers
 def all_steps(model, **more):
     """What each step has done to texts of which some tokens are given."""

@@ -60,7 +60,7 @@ def judged(model, batch, n, observe=None):
         yield batch, *predict(model, view._replace(rows=rows), losses, batch.targets)
         return
     for part in batch.without_padding().split(n):
-        logits = model(part.view)  # (m, V)
+        logits = predict(model, part.view)  # (m, V)
         if observe:
             observe(part.at, part.targets, logits)
         yield part, *losses(logits, part.targets)

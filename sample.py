@@ -507,12 +507,14 @@ def take_steps(
         text = x[:, chunk.at.start : chunk.at.stop]  # a view: what is drawn is in x
         steps = range(chunk.first, chunk.first + chunk.steps)
         numbers = uniforms(settings.seed, steps, samples, chunk.at)
-        is_replayed = not (memo or constraints) and can_replay(model, x, chunk.at, cache)
-        if is_replayed:  # on a GPU: all of a step is a CUDA graph
+        left = range(chunk.steps)
+        if not (memo or constraints) and can_replay(model, x, chunk.at, cache):
+            # On a GPU: all of a step is a CUDA graph.
             cache = cache and cache.fixed(model, len(x))
             state = (x, fill, is_given, calls, numbers, cache)
             yield from replay_steps(model, settings, chunk, *state, end_id, forbid, allowed)
-        for s in range(0 if is_replayed else chunk.steps):
+            left = ()
+        for s in left:
             if settings.is_adaptive and not chunk.goes_on(s):
                 break
             u, noise, _ = next(numbers)
@@ -609,7 +611,7 @@ def replay_steps(
     never = torch.zeros(*text.shape, model.vocab_size, dtype=torch.bool, device=x.device)
     never[..., forbid] = True
     for where, ids in allowed:
-        never |= (where[:, at.start : at.stop, None] & ~ids).to(x.device)
+        never |= where[:, at.start : at.stop, None].to(x.device) & ~ids.to(x.device)
     never = never.flatten(0, 1)
     # What a step depends on; its seed and numbers of steps are in the tensors.
     rule = replace(settings, seed=0, steps=0, correct=0, block=0)

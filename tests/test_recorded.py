@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import mdlm
 import sample
+from nanomdlm.support.cli import terminal
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import batching, recorded
 from nanomdlm.support.run import evaluation, graphs
@@ -78,6 +79,7 @@ def gpu(monkeypatch):
                 if x.is_floating_point() and storage(x) not in given:
                     x.fill_(float("nan"))
 
+    monkeypatch.setattr(graphs, "warn", pytest.fail)  # of a call that cannot be recorded
     monkeypatch.setattr(graphs.gc, "collect", lambda: None)  # it takes long among all tests
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -183,8 +185,9 @@ def test_few_graphs_are_kept(gpu, monkeypatch):
     [torch.Tensor.item, torch.Tensor.nonzero, bool, lambda x: x[x > 0], torch.Tensor.unique],
     ids=["item", "nonzero", "bool", "index by a mask", "unique"],
 )
-def test_network_that_waits_is_called_eagerly(gpu, capsys, wait):
+def test_network_that_waits_is_called_eagerly(gpu, monkeypatch, capsys, wait):
     """With one warning, and the right results."""
+    monkeypatch.setattr(graphs, "warn", terminal.warn)
     model = network()
     model.register_forward_hook(lambda module, args, logits: wait(logits[0, 0, :1]) and None)
     with torch.no_grad():

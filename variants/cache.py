@@ -114,8 +114,8 @@ class FixedCache(Cache):
         self.context = cache.context
         self.B = B
         self.number = next(NUMBERS)
-        self.buffers = {}  # of the i-th operation of a forward, and a dtype
-        self.start = None  # () `length` on the device; set before each call
+        self.buffers = {}  # of the i-th operation of a forward, a dtype and a device
+        self.start = 0  # `length`, in a CUDA graph as a tensor ()
         self.emptied()
 
     def emptied(self):
@@ -124,6 +124,11 @@ class FixedCache(Cache):
 
     def fixed(self, model, B):
         return self
+
+    def follow(self, begin):
+        first = super().follow(begin)
+        self.start = self.length
+        return first
 
     def end(self, model):
         UNUSED[model] = self
@@ -139,7 +144,7 @@ class FixedCache(Cache):
 
     def extend(self, x):
         """x (B, n, ...) -> (B, context, ...) with the cached part before it."""
-        key = self.turn, x.dtype
+        key = self.turn, x.dtype, x.device
         self.turn += 1
         if key not in self.buffers:  # zeros, as what is masked must be finite
             self.buffers[key] = x.new_zeros(len(x), self.context, *x.shape[2:])

@@ -3,6 +3,7 @@
     python bench.py kernels               # on a GPU: each operation of kernels/, checked and timed
     python bench.py train --preset=gpu    # a training step: Triton or PyTorch, compiled or not
     python bench.py profile --preset=gpu  # on a GPU: which kernels take the time of a step
+    python bench.py generate              # how long a sampler takes for a network call
     python bench.py sample --out_dir=out  # quality of generated texts, by number of network calls
 
 Without a mode: kernels on a GPU, train on a CPU. (Kernels without a GPU: studies/smoke.py for their
@@ -58,13 +59,16 @@ from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.reference import block_spans, prepare, rotary_tables
 from nanomdlm.support.cli import devices, outputs
 from nanomdlm.support.cli.files import naming, to_json
+from nanomdlm.support.cli.networks import open_network
 from nanomdlm.support.cli.settings import Amount, Count, Reads, Seed, Writes
 from nanomdlm.support.data import sources
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import word_statistics
 from nanomdlm.support.infill.ensemble import read_newest
+from nanomdlm.support.infill.model_calls import groups
 from nanomdlm.support.numerics import generator, standard_error
 from nanomdlm.support.run import compiling, graphs, plots, ranks
+from nanomdlm.support.run import config as run_config
 from nanomdlm.support.run.run import run_eagerly
 
 # Relative, of a tensor. In bfloat16 right ones have 2e-3 to 5e-3 (results/hopper.md).
@@ -75,7 +79,7 @@ LATE = "not measured: the time is up"
 
 @dataclass
 class Options:
-    """What to measure: kernels, train and profile time; sample judges texts."""
+    """What to measure: kernels, train, profile and generate time; sample judges texts."""
 
     # Every mode
     json: Writes = ""  # write the results to this file (-: standard output)
@@ -987,6 +991,99 @@ def bench_profile(options, device, table):
         table.add(row | dict(share=t / busy, calls=round(e.count / n)))
 
 
+# ---- Generation
+LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=49152)
+LLAMA |= dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30)  # SmolLM2-135M
+LLAMA |= dict(num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048)
+BLOCK = 32  # tokens, of models that write in blocks
+
+
+def make_writer(config, V, device, dtype, pretrained=None):
+    """A network with random weights in this dtype."""
+    ops = devices.select_kernels("auto", device, config, dtype)
+    model = mdlm.make_model(config, V, ops, pretrained=pretrained).to(device).eval()
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model
+
+
+def make_llama(shape, device, dtype):
+    """The same for a Llama of the transformers library that sees both sides."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        with naming(folder):
+            path.write_text(json.dumps(shape))
+        given = dict(network=str(path), data="", block_size=256, device="cpu")
+        config = run_config.new(mdlm.Config, given)
+        network = open_network(config)
+    V = shape["vocab_size"]
+    network.mask_id = V
+    network.config.vocab_size = V + 1
+    return make_writer(config, V, device, dtype, network)
+
+
+def race_writers(config, device, table, options, batches=(1, 8, 64), shape=LLAMA, block=BLOCK):
+    """Time the writing of texts by a network of this Config, by one that writes blocks of `block`
+    tokens, and by a Llama of this shape (None: without it)."""
+    config = replace(config, dropout=0.0)
+    V = config.vocab_size
+    writers = {config.preset: partial(make_writer, config, V)}
+    in_blocks = replace(config, block_length=block)
+    writers[f"{config.preset}, blocks of {block}"] = partial(make_writer, in_blocks, V)
+    if shape:
+        layers, width = shape["num_hidden_layers"], shape["hidden_size"]
+        writers[f"Llama, {layers} x {width}"] = partial(make_llama, shape)
+    dtypes = dict.fromkeys([devices.dtype_of_predictions("auto", device), torch.float32])
+    for name, make in writers.items():
+        models = {}
+        for B in batches:
+            where = dict(operation="generate", what=name, shape=f"batch {B}")
+            if ranks.is_late(table.until):
+                table.fail(where, "all", LATE)
+                continue
+            try:
+                models = models or {dtype: make(device, dtype) for dtype in dtypes}
+                time_writers(where, models, B, table, options)
+            except (RuntimeError, UserError) as e:  # no memory, or no transformers
+                table.fail(where, "all", describe(e))
+
+
+def bench_generating(options, device, table):
+    """Times of sample.generate for texts from nothing, by network call, and tokens per second.
+
+    On a GPU with its calls as CUDA graphs, in the dtype that is fast and in float32, and eager.
+    """
+    torch.set_float32_matmul_precision("high")
+    is_gpu = device.type == "cuda"
+    preset = options.preset if options.preset != "all" else "gpu" if is_gpu else "cpu"
+    small = {} if is_gpu else dict(batches=(1, 8), shape=None)  # others take minutes on a CPU
+    race_writers(preset_config(preset), device, table, options, **small)
+
+
+def time_writers(where, models, B, table, options):
+    """Rows of the table for B texts of these networks: dtype -> model."""
+    contestants = {}
+    for dtype, model in models.items():
+        T = model.config.block_size
+        device = next(model.parameters()).device
+        x = torch.full((B, T), model.mask_id, device=device)
+        write = partial(sample.generate, model, x, seed=options.seed)
+        if device.type == "cuda":
+            contestants[f"CUDA graphs, {str(dtype)[6:]}"] = write
+        if len(contestants) < 2:  # eager in the first dtype alone, as most is Python's time
+            contestants[f"eager, {str(dtype)[6:]}"] = graphs.run_eagerly()(write)
+    # As many calls as steps, for each of the groups into which the texts are split.
+    calls = sum(1 for _ in sample.unmask(model, x[:1], seed=options.seed))
+    calls *= len(groups(model, B, device, writing=True))
+    rows = []
+    for name, (t, spread) in race(contestants, device, options.seconds).items():
+        speed = B * T / t
+        row = dict(contestant=name, ms=t / calls * 1e3, spread=spread / calls * 1e3, calls=calls)
+        row |= dict(rate=f"{speed:,.0f} tokens/s", tokens_per_second=speed)
+        rows.append(where | row)
+    table.add(*rows)
+
+
 # ---- Sampling
 # name -> settings of sample.generate; the first is the default
 SAMPLERS = {
@@ -1141,6 +1238,7 @@ MODES = dict(
     kernels=bench_kernels,
     train=bench_training,
     profile=bench_profile,
+    generate=bench_generating,
     sample=bench_sampling,
 )
 
@@ -1160,7 +1258,9 @@ def main(argv):
         torch.cuda.set_device(device.index or 0)  # where streams and memory are counted
     mode = mode or ("kernels" if cuda else "train")
     if mode in ("kernels", "profile") and not cuda:
-        raise UserError(f"{mode} runs on a CUDA device, not on {device}; give train or sample")
+        raise UserError(
+            f"{mode} runs on a CUDA device, not on {device}; give train, generate or sample"
+        )
     table = ResultsTable(mode, options, device)
     MODES[mode](options, device, table)
     return table.close()

@@ -30,7 +30,7 @@ import torch
 import mdlm
 from nanomdlm.support import abilities, numerics
 from nanomdlm.support.cli import hub, outputs
-from nanomdlm.support.cli.devices import pick_device
+from nanomdlm.support.cli.devices import dtype_of_predictions, pick_device
 from nanomdlm.support.cli.files import naming, to_json
 from nanomdlm.support.cli.settings import (
     READS,
@@ -76,7 +76,7 @@ class Options:
     whole: bool = False  # score a model trained with --infill_share as one without blocks
     exact: bool = False  # also compute the exact left-to-right likelihood, one call per token
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
-    dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: faster, less accurate
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # bfloat16: faster, less accurate
     trust_remote_code: bool = False  # allow custom code from the checkpoint
     json: Writes = ""  # write the results to this file as JSON (-: standard output)
     pictures: Makes = ""  # folder for the pictures, or none (default: the folder of the run)
@@ -308,7 +308,8 @@ def evaluation(options):
         block_length=config.block_length,
         tokenizer=zlib.crc32(tokenizer.to_json().encode()),
     )
-    with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
+    dtype = dtype_of_predictions(options.dtype, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         r |= evaluate(model, corpus, windows, options.passes, options.exact)
     is_of_a_run = len(folders) == 1 and (folder.parent / "log.jsonl").exists()
     home = folder.parent if is_of_a_run else None

@@ -48,11 +48,12 @@ from nanomdlm.support.cli.settings import (
 from nanomdlm.support.data.sources import SourceSettings
 from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from nanomdlm.support.infill import ensemble
+from nanomdlm.support.infill.recorded import Recorded
 from nanomdlm.support.numerics import Dropout, checked, generator, seed_device, stratified
 from nanomdlm.support.run import checkpoint, compiling, ranks, shards
 from nanomdlm.support.run import config as run_config
 from nanomdlm.support.run.checkpoint import save as save  # for callers: mdlm.save
-from nanomdlm.support.run.evaluation import add_up, eval_mode, stratified_counts, summary
+from nanomdlm.support.run.evaluation import add_up, eval_mode, judged, stratified_counts, summary
 from nanomdlm.support.run.log import to_preview
 from nanomdlm.support.run.optimizers import clip, make_optimizers, set_rates, update
 from nanomdlm.support.run.run import Engine, Run
@@ -541,12 +542,8 @@ def score(model, batch, T, sums, observe=None):
     """Add the tokens of a Batch of windows (B, T) to `sums` (4, B, n) over their texts: weight,
     weight * CE, weight * (top-1 is right), and weight * CE of a window's first token."""
     n_parts = math.ceil(T * model.vocab_size / MAX_LOGITS)  # a window may have too many logits
-    for part in batch.without_padding().split(n_parts):
-        logits = model(part.view)  # (m, V)
-        if observe:
-            observe(part.at, part.targets, logits)
-        ce = F.cross_entropy(logits, part.targets, reduction="none")
-        add_up(sums, part, ce, logits.argmax(-1) == part.targets, T)
+    for part, ce, is_right in judged(model, batch, n_parts, observe):  # on a GPU, CUDA graphs
+        add_up(sums, part, ce, is_right, T)
 
 
 @torch.no_grad()
@@ -720,7 +717,8 @@ def show_samples(run, calls):
     x0, hidden, _ = preview = to_preview(run)
     g = generator("preview", run.config.seed, run.step)
     with run.autocast(), eval_mode(run.averaged):
-        x = generate(run.averaged, torch.where(hidden, run.model.mask_id, x0), calls, g)
+        model = Recorded(run.averaged)  # on a GPU its calls are CUDA graphs
+        x = generate(model, torch.where(hidden, run.model.mask_id, x0), calls, g)
     run.log.samples(run, preview, x)
 
 

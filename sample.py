@@ -26,7 +26,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -70,7 +70,9 @@ from nanomdlm.support.infill.model_calls import (
     end_documents,
     group_size,
     groups,
+    is_large,
     predict,
+    predict_everywhere,
 )
 from nanomdlm.support.infill.prefixes import keeps
 from nanomdlm.support.infill.probabilities import (
@@ -82,8 +84,8 @@ from nanomdlm.support.infill.probabilities import logprobs as logprobs
 from nanomdlm.support.infill.probabilities import score as score
 from nanomdlm.support.infill.templates import Gap, joined, of_prompt, parse, to_ids, to_texts
 from nanomdlm.support.infill.templates import matching as matching
-from nanomdlm.support.numerics import draw, reversed_bits, top2_margin, topk_mask
-from nanomdlm.support.run import checkpoint_score
+from nanomdlm.support.numerics import checked, draw, reversed_bits, top2_margin, topk_mask
+from nanomdlm.support.run import checkpoint_score, graphs
 from nanomdlm.support.run.checkpoint import default_run, find_checkpoint
 
 # Nats of doubt that a token gains with each call after its own (results/sampling.md)
@@ -168,7 +170,7 @@ class OutputFlags:
     """Where to compute, and how to show it."""
 
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; bfloat16: half the memory
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights; auto: bfloat16 on a GPU
     trust_remote_code: bool = False  # allow custom code from the checkpoint
     watch: bool = False  # show the unmasking in the terminal
     html: Writes = ""  # write a page that plays the unmasking to this file
@@ -271,10 +273,15 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
     doubt: torch.Tensor  # (B, n) for each drawn token: its surprise, growing with age
 
     def age(self, drawn, logp, token):
-        """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n)."""
+        """After a call that drew the tokens (m,) from logp (m, V) at `drawn` (B, n), or predicted
+        them everywhere."""
         # Only in rows that drew: a call for other rows must not change what this one becomes.
         self.doubt += DOUBT_PER_CALL * drawn.any(1, keepdim=True)
-        self.doubt[drawn] = -logp.gather(1, token[:, None])[:, 0].double()
+        surprise = -logp.gather(1, token[:, None])[:, 0].double()
+        if len(token) == drawn.numel():  # everywhere
+            self.doubt = torch.where(drawn, surprise.view(drawn.shape), self.doubt)
+        else:
+            self.doubt[drawn] = surprise
 
     def begin_to_correct(self, s, masked):
         """After step s: rows without `masked` (B, n) positions correct from the next step on."""
@@ -344,15 +351,19 @@ def to_reveal(settings, chunk, masked, noise, k, logp=None, token=None):
     """(B, n) bool: which of the `masked` positions to reveal, k (B,) in each row, or at least k if
     the number is adaptive.
 
-    logp (m, V), token (m,): the network's predictions there, for orders that need them; until they
-    are given, such orders return all positions.
+    logp (m, V), token (m,): the network's predictions there, or everywhere, for orders that need
+    them; until they are given, such orders return all positions.
     """
     order = ORDERS[settings.order]
     if order.network_first and logp is None:
         return masked
     if order.network_first:
         score = torch.zeros(masked.shape, dtype=torch.float64, device=masked.device)
-        score[masked] = order.score(logp, token).double()
+        found = order.score(logp, token).double()
+        if len(found) == masked.numel():  # of all positions
+            score = found.view(masked.shape)
+        else:
+            score[masked] = found
         if settings.is_adaptive:
             k = k.maximum(adaptive.count(settings, score, masked))
     else:
@@ -380,7 +391,7 @@ def to_correct(settings, chunk, s, filled, noise):
                     distribution of a Markov chain of a lower order than --spacing unchanged
     """
     is_turn = chunk.corrects(s)
-    if not is_turn.any():
+    if not torch.is_tensor(s) and not is_turn.any():  # a graph cannot wait for it
         return torch.zeros_like(filled)
     c = s - chunk.reveals  # (B,) number of the correction
     filled = filled & is_turn[:, None]
@@ -394,6 +405,23 @@ def to_correct(settings, chunk, s, filled, noise):
     turns = turns[reversed_bits(turns).argsort()]  # far from the last turn
     index = chunk.index + (chunk.u.gather(1, 1 + sweep) * spacing).long()
     return filled & (index % spacing == turns[c % spacing][:, None])
+
+
+def to_draw(settings, chunk, s, text, mask_id, end_id, noise):
+    """Where step s of a chunk with the tokens `text` (B, n) draws, (B, n) bool: reveals, the number
+    of these to keep (B,), corrections, and all.
+
+    s: a number, or a tensor: then Python waits for no value.
+    """
+    masked = chunk.gaps & (text == mask_id)
+    filled = chunk.gaps & ~masked
+    k = count_to_reveal(settings, chunk, s, masked, noise)
+    masked = masked & (k > 0)[:, None]
+    if not torch.is_tensor(s) and not (k.any() or chunk.corrects(s).any()):
+        return masked, k, masked, masked  # nothing: of many ancestral steps, most
+    filled &= ((text == end_id) & chunk.gaps).cumsum(1) <= 1
+    corrected = to_correct(settings, chunk, s, filled, noise)
+    return masked, k, corrected, to_reveal(settings, chunk, masked, noise, k) | corrected
 
 
 def places(allowed, x):
@@ -487,19 +515,20 @@ def take_steps(
         text = x[:, chunk.at.start : chunk.at.stop]  # a view: what is drawn is in x
         steps = range(chunk.first, chunk.first + chunk.steps)
         numbers = uniforms(settings.seed, steps, samples, chunk.at)
-        for s in range(chunk.steps):
+        left = range(chunk.steps)
+        if not (memo or constraints) and can_replay(model, x, chunk.at, cache):
+            # On a GPU: all of a step is a CUDA graph.
+            cache = cache and cache.fixed(model, len(x))
+            state = (x, fill, is_given, calls, numbers, cache)
+            yield from replay_steps(model, settings, chunk, *state, end_id, forbid, allowed)
+            left = ()
+        for s in left:
             if settings.is_adaptive and not chunk.goes_on(s):
                 break
-            masked = chunk.gaps & (text == mask)
             u, noise, _ = next(numbers)
             # 1. Where to draw: first reveal masks, then correct what was drawn.
-            k = count_to_reveal(settings, chunk, s, masked, noise)
-            if not (k.any() or chunk.corrects(s).any()):
-                continue
-            filled = chunk.gaps & ~masked & (((text == end_id) & chunk.gaps).cumsum(1) <= 1)
-            masked &= (k > 0)[:, None]
-            corrected = to_correct(settings, chunk, s, filled, noise)
-            drawn = to_reveal(settings, chunk, masked, noise, k) | corrected
+            where = to_draw(settings, chunk, s, text, mask, end_id, noise)
+            masked, k, corrected, drawn = where
             if not drawn.any():
                 continue
             asked = drawn
@@ -534,6 +563,96 @@ def take_steps(
             yield Step(chunk.first + s + 1, x.clone(), everywhere, logp, calls.clone())
         if end_id is not None:
             fill &= x == mask  # not what follows [END]
+    if cache:
+        cache.end(model)
+
+
+# ---- The same in fixed shapes, for CUDA graphs: Python waits for no value within a step
+MOST_LOGITS = 1 << 24  # of a step that draws at all positions: 128 MiB in float64
+
+
+def can_replay(model, x, at, cache):
+    """Whether the steps for positions `at` of texts x (B, T) can be CUDA graphs."""
+    if is_large(model) or (cache and not cache.can_be_fixed):
+        return False
+    is_small = len(x) * len(at) * model.vocab_size <= MOST_LOGITS
+    return is_small and graphs.can_replay(model, x.device)
+
+
+def fixed_step(model, settings, at, end_id, cache, s, start, x, given, never, u, noise, *tensors):
+    """A step of `take_steps`, which predicts and draws at all n positions `at` of the window x.
+
+    s (), start (): numbers of the step, and of tokens in the cache (FixedCache). x, given: (B, N),
+    see predict_everywhere. never (B n, V) bool: what must not be drawn. u, noise: (B, n) random
+    numbers. tensors: those of a Chunk.
+
+    Returns the tokens (B, n) after it, the chunk's doubt, where it drew (B, n), log p (B n, V),
+    network calls (B,), and (2,) bool: whether it drew, and whether the logits are finite there.
+    """
+    chunk = Chunk(at, 0, 0, *(tensor.clone() for tensor in tensors))
+    text = x[:, at.start : at.stop]
+    masked, k, corrected, drawn = to_draw(settings, chunk, s, text, model.mask_id, end_id, noise)
+    calls = drawn.any(1) * (2 if settings.cfg else 1)
+    if cache:
+        cache.start = start
+    logits, is_finite = predict_everywhere(model, x, given, drawn, at, settings.cfg, cache)
+    facts = torch.stack((drawn.any(), (is_finite.view(drawn.shape) | ~drawn).all()))
+    logits = logits.masked_fill(never, -math.inf)
+    logp = logits.log_softmax(-1)
+    token = draw(logits, u.flatten(), settings.temperature, settings.top_k, settings.top_p)
+    token = token.clamp(max=model.vocab_size - 1)  # of logits that are not finite
+    if ORDERS[settings.order].network_first:
+        drawn = to_reveal(settings, chunk, masked, noise, k, logp, token) | corrected
+    chunk.age(drawn, logp, token)
+    text = torch.where(drawn, token.view(drawn.shape), text)
+    return text, chunk.doubt, drawn, logp, calls, facts
+
+
+def replay_steps(
+    model, settings, chunk, x, fill, given, calls, numbers, cache, end_id, forbid, allowed
+):
+    """Yields the Steps of a chunk, as `take_steps` does; changes x and calls."""
+    if not chunk.gaps.any():
+        return
+    at = chunk.at
+    text = x[:, at.start : at.stop]
+    never = torch.zeros(*text.shape, model.vocab_size, dtype=torch.bool, device=x.device)
+    never[..., forbid] = True
+    for where, ids in allowed:
+        never |= where[:, at.start : at.stop, None].to(x.device) & ~ids.to(x.device)
+    never = never.flatten(0, 1)
+    # What a step depends on; its seed and numbers of steps are in the tensors.
+    rule = replace(settings, seed=0, steps=0, correct=0, block=0)
+    context = model.config.block_size
+    for s in range(chunk.steps):
+        if settings.is_adaptive and not chunk.goes_on(s):
+            break
+        u, noise, _ = next(numbers)
+        first = cache.follow(at.start) if cache else max(0, at.stop - context)
+        window = slice(first, at.stop if cache else first + context)
+        inside = range(at.start - first, at.stop - first)
+        constants = (s, cache.length if cache else 0)
+        inputs = [torch.full((), value, device=x.device) for value in constants]
+        inputs += [x[:, window], given[:, window], never, u, noise, chunk.gaps, chunk.reveals]
+        inputs += [chunk.corrections, chunk.index, chunk.u, chunk.doubt]
+        step = partial(fixed_step, model, rule, inside, end_id, cache)
+        key = ("step", inside, end_id, cache and cache.number, *astuple(rule))
+        found = graphs.replay(model, step, inputs, *key)
+        new, chunk.doubt, drawn, logp, each, facts = found
+        is_some, is_finite = facts.tolist()
+        if not is_finite:
+            checked(logp.new_full((1, 1), math.nan))  # raises the error
+        if not is_some:
+            continue
+        text.copy_(new)
+        calls += each
+        if end_id is not None:
+            ended = (((x == end_id) & fill).cumsum(1) > 0) & fill
+            x.masked_fill_(ended, end_id)
+        if settings.is_adaptive:
+            chunk.begin_to_correct(s, chunk.gaps & (text == model.mask_id))
+        everywhere = F.pad(drawn, (at.start, x.shape[1] - at.stop))
+        yield Step(chunk.first + s + 1, x.clone(), everywhere, logp[drawn.flatten()], calls.clone())
 
 
 def generate(

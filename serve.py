@@ -56,7 +56,7 @@ class Place:
     api_key: str = ""  # key that clients must send (default: the variable MDLM_API_KEY, if set)
     origin: str = ""  # sites whose pages may use it, as https://example.org,https://...
     device: str = "auto"  # cpu, cuda, cuda:1 or mps; auto: a GPU if there is one
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights; bfloat16: half the memory
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights; auto: bfloat16 on a GPU
     trust_remote_code: bool = False  # allow custom code from the checkpoint
     drain: Seconds = 10.0  # after SIGTERM, seconds to finish what has begun
 

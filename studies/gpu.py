@@ -5,7 +5,7 @@
 
 step: is torch.compile needed, where a step is replayed as CUDA graphs?
 start: where do the seconds before the first step go, and those of an evaluation?
-generate: what does a call of the sampler cost, and what would a recorded one?
+generate: what does a call of the sampler cost, as a CUDA graph and without?
 baselines: how fast is PyTorch at its best, without our convolution, autotuned, FlexAttention?
 pretrained: what do a head of 769 columns and dense masks cost networks of others?
 grouped: our attention of 32 heads of 128 on 8 of keys against FlexAttention and SDPA's dense masks.
@@ -36,7 +36,6 @@ import torch.nn.functional as F
 
 import bench
 import mdlm
-import sample
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.kernels.reference import block_spans, document_spans, window_spans
 from nanomdlm.support.cli import devices
@@ -145,38 +144,15 @@ def start(study):
                 study.table.measured += 1
 
 
-# ---- generate: the sampler as it is, and a recorded call
+# ---- generate: the sampler, with its calls as CUDA graphs and without
 def generate(study):
-    config = study.config("gpu", dropout=0.0)
-    model = study.start_run(config, False).model.eval()
-    calls = 2 if study.tiny else 32
-    precisions = {
-        "float32": ("highest", torch.float32),
-        "float32, TF32 products": ("high", torch.float32),
-        "autocast": ("high", study.dtype),
-    }
-    for batch in (1, 4) if study.tiny else (1, 64):
-        x = torch.full((batch, config.block_size), model.mask_id, device=study.device)
-        contestants = {}
-        for name, (precision, dtype) in precisions.items():
-            cast = partial(torch.autocast, study.device.type, dtype, dtype != torch.float32)
-
-            def write(x=x, cast=cast, precision=precision):
-                torch.set_float32_matmul_precision(precision)
-                with cast():
-                    sample.generate(model, x, steps=calls, seed=0)
-
-            @torch.no_grad()
-            def predict(x=x, cast=cast, precision=precision):
-                torch.set_float32_matmul_precision(precision)
-                with cast():
-                    return model(model.objective.view(x))
-
-            contestants[f"{calls} calls of sample.generate, {name}"] = write
-            contestants[f"one forward pass, eager, {name}"] = predict
-            contestants[f"one forward pass, recorded, {name}"] = study.graph(predict)
-        study.race(f"batch {batch} x {config.block_size} tokens", contestants)
-    torch.set_float32_matmul_precision("high")
+    tiny = {}
+    if study.tiny:
+        shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=97)
+        shape |= dict(num_attention_heads=2, num_key_value_heads=1)
+        tiny = dict(batches=(1, 2), shape=bench.LLAMA | shape, block=4)
+    config = study.config("gpu")
+    bench.race_writers(config, study.device, study.table, study.options, **tiny)
 
 
 # ---- pretrained: what networks of others compute

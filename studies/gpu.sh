@@ -132,7 +132,7 @@ part backward 50 "$python" studies/fused_backward.py     # 30
 part muon 60 "$python" studies/newton_schulz.py          # 40
 ask step 60 --seconds=1                                  # 30
 ask start 120                                            # 80
-ask generate 60                                          # 40
+ask generate 100 --seconds=0.1                           # 70
 ask baselines 120 --seconds=0.2                          # 90
 ask pretrained 75                                        # 50
 ask grouped 90                                           # 60

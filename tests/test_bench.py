@@ -354,6 +354,27 @@ def test_training_is_timed_eager_and_compiled(small_preset, monkeypatch, tmp_pat
         assert row["share"] is None  # the peak of a CPU is not known
 
 
+def test_generation_is_timed_by_call(small_preset, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        bench,
+        "race",
+        lambda calls, device, seconds: {
+            name: (bench.clock(call, 1, device), 0.0) for name, call in calls.items()
+        },
+    )
+    monkeypatch.setattr(bench, "race_writers", partial(bench.race_writers, block=8))
+    path = tmp_path / "generate.json"
+    assert entry.run(bench.main, ["generate", "--device=cpu", f"--json={path}"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["contestant"] for row in rows} == {"eager, float32"}
+    assert [row["shape"] for row in rows] == ["batch 1", "batch 8"] * 2
+    assert {row["what"] for row in rows} == {"cpu", "cpu, blocks of 8"}
+    for row, B in zip(rows, (1, 8, 1, 8)):
+        assert row["calls"] == 32
+        seconds = row["ms"] * row["calls"] / 1e3
+        assert row["tokens_per_second"] == pytest.approx(16 * B / seconds)
+
+
 @pytest.mark.slow
 def test_compiled_gradients_are_within_tolerance(small_preset, ids):
     config = mdlm.Config(**mdlm.PRESETS["cpu"] | dict(vocab_size=20))
@@ -468,7 +489,7 @@ def test_a_classifier_tells_what_differs_and_nothing_else():
 REHEARSED = [
     ("newton_schulz.py", "singular values"),
     ("residual.py", ""),
-    ("gpu.py generate", "recorded"),
+    ("gpu.py generate", "Llama, 2 x 32"),
     ("gpu.py repeat", "equal to the bit: True"),
 ]
 

@@ -1,10 +1,16 @@
 """A KV cache: stores what a model of blocks has computed for the text before a block."""
 
+import itertools
+import weakref
+
 import torch
 import torch.nn.functional as F
 
 from nanomdlm.kernels.reference import neighbors, norm_conv_ref, prepare
 from nanomdlm.support.view import View
+
+UNUSED = weakref.WeakKeyDictionary()  # model -> its last FixedCache, whose graphs can be used again
+NUMBERS = itertools.count()  # of FixedCaches
 
 
 class Cache:
@@ -17,6 +23,7 @@ class Cache:
     """
 
     merges = True  # whether several texts, each with its own cache, can share a network call
+    can_be_fixed = True  # whether `fixed` works
 
     def __init__(self, config):
         self.S = config.block_length
@@ -84,6 +91,76 @@ class Cache:
     def joint(views, padding):
         return JointCache(views, padding)
 
+    def fixed(self, model, B):
+        """A FixedCache for B texts in place of this one, which is empty."""
+        cache = UNUSED.pop(model, None)
+        return cache.emptied() if cache and cache.B == B else FixedCache(self, B)
+
+    def end(self, model):
+        """The texts are written."""
+
+
+class FixedCache(Cache):
+    """The same in fixed shapes, for CUDA graphs: attention reads all of the context, and masks what
+    is not there yet; the length of the kept text is a tensor.
+
+    The numbers are the same up to rounding.
+    """
+
+    merges = False
+
+    def __init__(self, cache, B):
+        self.S = cache.S
+        self.context = cache.context
+        self.B = B
+        self.number = next(NUMBERS)
+        self.buffers = {}  # of the i-th operation of a forward, a dtype and a device
+        self.start = 0  # `length`, in a CUDA graph as a tensor ()
+        self.emptied()
+
+    def emptied(self):
+        self.first = self.length = self.final = 0
+        return self
+
+    def fixed(self, model, B):
+        return self
+
+    def follow(self, begin):
+        first = super().follow(begin)
+        self.start = self.length
+        return first
+
+    def end(self, model):
+        UNUSED[model] = self
+
+    def view(self, text, rows=None):
+        """As Cache.view."""
+        self.turn = 0
+        n = text.shape[1]
+        at = self.start + torch.arange(n, device=text.device)
+        context = torch.arange(self.context, device=text.device)
+        self.visible = context // self.S <= at[:, None] // self.S  # (n, context)
+        return View(text, at, rows=rows, cache=self)
+
+    def extend(self, x):
+        """x (B, n, ...) -> (B, context, ...) with the cached part before it."""
+        key = self.turn, x.dtype, x.device
+        self.turn += 1
+        if key not in self.buffers:  # zeros, as what is masked must be finite
+            self.buffers[key] = x.new_zeros(len(x), self.context, *x.shape[2:])
+        at = self.start + torch.arange(x.shape[1], device=x.device)
+        return self.buffers[key].index_copy_(1, at, x)
+
+    def attend(self, q, kv):
+        k, v = (z.transpose(1, 2) for z in self.extend(kv).unbind(2))  # (B, H, context, D)
+        seen = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, self.visible)
+        return seen.transpose(1, 2)
+
+    def reach(self, x, left):
+        at = self.start + torch.arange(-left, x.shape[1], device=x.device)
+        near = self.extend(x).index_select(1, at.clamp(min=0))
+        return near.masked_fill((at < 0)[:, None], 0)
+
 
 class LibraryCache(Cache):
     """The same for a Hugging Face network: the library's own cache keeps keys and values.
@@ -93,6 +170,7 @@ class LibraryCache(Cache):
     """
 
     merges = False
+    can_be_fixed = False
 
     def __init__(self, config):
         super().__init__(config)

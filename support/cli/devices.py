@@ -77,18 +77,29 @@ def pick_dtype(name, device):
     return torch.bfloat16 if fast else torch.float32
 
 
+def dtype_of_predictions(name, device):
+    """As pick_dtype, for programs that only predict: without a GPU, auto is float32, in which a
+    seed gives the same text on all CPUs."""
+    return torch.float32 if name == "auto" and device.type != "cuda" else pick_dtype(name, device)
+
+
 def load_in(dtype, load, path, **how):
-    """What `load` returns, mdlm.load's (model, tokenizer, config), with weights in this dtype.
+    """What `load` returns, mdlm.load's (model, tokenizer, config), with weights in this dtype (see
+    dtype_of_predictions); on a GPU, products in float32 are then in TF32.
 
     bfloat16 halves memory and, where a call reads weights more than it computes, time. Buffers,
     such as the frequencies of RoPE, keep their dtype. Adapters of --lora are added to the weights,
     which makes a call a tenth faster.
     """
     model, *rest = load(path, **how)
+    device = next(model.parameters()).device
+    dtype = dtype_of_predictions(dtype, device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
     if hasattr(model, "merge_adapters"):
         model.merge_adapters()
     for p in torch.nn.Module.parameters(model):  # frozen ones too
-        p.data = p.data.to(getattr(torch, dtype))
+        p.data = p.data.to(dtype)
     return model, *rest
 
 

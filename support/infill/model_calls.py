@@ -175,6 +175,36 @@ def predict(model, device, x, given, drawn, at, cfg=0.0, cache=None, memo=None):
     return logits
 
 
+def predict_everywhere(model, x, given, drawn, at, cfg=0.0, cache=None):
+    """As `predict` for all positions in the range `at`, without waiting for a value.
+
+    x, given: (B, n) what the network sees, but for the padding after it: the last context, or what
+    is not in the cache
+
+    Returns the logits (B len(at), V), and whether they are finite (B len(at),).
+    """
+    N = at.start + cache.S if cache else model.config.block_size
+    here = torch.arange(at.start, at.stop, device=x.device)
+    rows = (torch.arange(len(x), device=x.device)[:, None] * N + here).flatten()
+    pad = (0, N - x.shape[1])
+    x = F.pad(x, pad, value=model.objective.pad_id)
+    hidden = F.pad(drawn, (at.start, N - at.stop))
+
+    def find(hidden):
+        seen = x.masked_fill(hidden, model.mask_id)
+        view = cache.view(seen, rows) if cache else model.objective.view(seen, rows=rows)
+        logits = model(view)
+        return logits, logits.amax(-1).abs() < 1e30
+
+    logits, is_finite = find(hidden)
+    if cfg:
+        unguided, is_finite_too = find(hidden | F.pad(given, pad))
+        guided = unguided + (1 + cfg) * (logits - unguided)
+        logits = torch.where(logits == -torch.inf, logits, guided)  # never drawn
+        is_finite = is_finite & is_finite_too
+    return logits, is_finite
+
+
 # ---- From left to right
 def next_logits(model, x, row, at):
     """Return the logits (n, V) of x_i given x_j, j < i.

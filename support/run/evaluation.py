@@ -9,8 +9,11 @@ import contextlib
 import math
 
 import torch
+import torch.nn.functional as F
 
 from nanomdlm.support import numerics
+from nanomdlm.support.infill.recorded import predict
+from nanomdlm.support.run import graphs
 
 
 @contextlib.contextmanager
@@ -37,6 +40,30 @@ def stratified_counts(lengths, passes, seed):
         u = (k + numerics.stratified(len(flat), "evaluate", seed, k)) / passes
         counts.append((1 + (u * flat).long()).minimum(flat))
     return torch.stack(counts).view(passes, *lengths.shape)
+
+
+def losses(logits, targets):
+    """Return the cross-entropy (m,) of logits (m, V), and whether the likeliest token is right."""
+    return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
+
+
+def judged(model, batch, n, observe=None):
+    """Yield a Batch in n parts: (part, and what `losses` returns for its rows). observe: see
+    mdlm.evaluate.
+
+    They are without padding, but where calls are replayed as CUDA graphs: there all have the same
+    shape, and Python does not wait for the number of masks.
+    """
+    view = batch.view
+    if n == 1 and observe is None and graphs.can_replay(model, view.ids.device):
+        rows = batch.at if view.rows is None else view.rows.flatten()
+        yield batch, *predict(model, view._replace(rows=rows), losses, batch.targets)
+        return
+    for part in batch.without_padding().split(n):
+        logits = predict(model, part.view)  # (m, V)
+        if observe:
+            observe(part.at, part.targets, logits)
+        yield part, *losses(logits, part.targets)
 
 
 def add_up(sums, batch, ce, right, T):

@@ -83,18 +83,6 @@ def test_unknown_character_is_named_with_position(unknown):
         tokenizer.Tokenizer("char", ["a", "b"]).encode(f"ab{unknown}")
 
 
-def test_ids_without_text_are_checked():
-    ids = tokenizer.Tokenizer("id", 700)
-    assert ids.encode("0 699\n3") == [0, 699, 3]
-    assert ids.decode([0, 699]) == "0 699" and ids.decode([700, 700, 1]) == "█ █ 1"
-    with pytest.raises(UserError):
-        ids.encode("700")
-    with pytest.raises(UserError):
-        ids.encode("-1")
-    with pytest.raises(UserError):
-        ids.encode("To be")
-
-
 # --------------------------------------------------------------------------------------------------
 # Sources
 

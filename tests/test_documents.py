@@ -20,7 +20,6 @@ from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.data.windows import cut_windows, pack_windows
 from nanomdlm.support.infill.model_calls import end_documents
-from nanomdlm.variants import documents
 
 END = 2  # in the world of conftest: texts of 0 and 1, up to 4 of them
 
@@ -143,12 +142,6 @@ def test_gradients_stay_in_a_document():
     model(WINDOW)[0, 4:10].square().sum().backward()
     touched = x.grad[0].abs().sum(1) > 0
     assert touched[4:10].all() and touched.sum() == 6
-
-
-def test_without_documents_nothing_asks_for_spans(text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "document_spans", lambda ends: pytest.fail("spans"))
-    flags = [*TINY, "--max_steps=2", f"--out_dir={tmp_path}"]
-    assert run_mdlm(f"--data={text_file}", *flags) == 0
 
 
 def test_autoregressive_model_learns_one_end(world):

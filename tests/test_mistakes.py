@@ -27,7 +27,6 @@ OF_TRAINING = [
     ("--data={latin}", "latin", "--data={text}"),
     ("--data={no_files}", "no_files", "--data={folder}"),
     ("--data={binary}", "binary", "--data={text}"),
-    ("--data=/dev/zero", "/dev/zero", ""),
     ("{text}", "--data", "--data={text}"),
     ("--data={broken}", "broken.jsonl 2", "--data={records}"),
     ("--data={records} --text_column=nothing", "nothing text", "--data={records}"),
@@ -35,16 +34,12 @@ OF_TRAINING = [
     ("--tokenizer=bytes", "--tokenizer bytes", "--tokenizer=byte"),
     # Flags
     ("--n_lyer=2", "--n_lyer --n_layer", "--n_layer=2"),
-    ("--max_step=1", "--max_step --max_steps", "--max_steps=1"),
     ("--n_layer=two", "--n_layer two", "--n_layer=2"),
     ("--n_layer", "--n_layer", "--n_layer 1"),
     ("--dropout=nan", "--dropout nan", "--dropout=0"),
-    ("--preset=huge", "--preset huge gpu", "--preset=cpu"),
     # Combinations
     ("--n_embd=34", "--n_embd 34", "--n_embd=36"),
-    ("--rates=low", "--rates low", "--rates=cosine"),
     ("--block_length=5", "--block_length --block_size", "--block_length=8"),
-    ("--objective=ar --block_length=8", "--objective=ar --block_length", "--block_length=8"),
     # Runs
     ("--out_dir={run}", "{run} --resume --overwrite", "--out_dir={run} --overwrite"),
     ("--out_dir={ids} --data={text}", "{ids}", ""),
@@ -69,7 +64,6 @@ OF_OTHERS = [
     ("sample --out_dir={run} --batch={empty}", "{empty}", "sample --out_dir={run} --batch={gaps}"),
     ("sample --out_dir={run} --temperature=hot", "--temperature hot", ""),
     ("sample --out_dir={run} --order=best", "--order best random", ""),
-    ("sample --out_dir={run} --lenght=9", "--length", "sample --out_dir={run} --length=9"),
     ("sample --out_dir={run} --json={folder}", "{folder}", "sample --out_dir={run} --json=new"),
     # The other programs
     ("eval --out_dir=nowhere", "nowhere", "eval --out_dir={run}"),
@@ -79,7 +73,6 @@ OF_OTHERS = [
     ("eval --compare={run},nowhere", "nowhere", "eval --compare={run}"),
     ("export --out_dir={run}", "--dest", "export --out_dir={run} --dest=new"),
     ("export --out_dir={run} --dest={folder}", "{folder}", ""),
-    ("serve --out_dir=nowhere", "nowhere", ""),
     ("serve --out_dir={run} --host=0.0.0.0", "0.0.0.0", ""),
     ("bench training", "training train", ""),
 ]

@@ -277,20 +277,6 @@ def test_a_document_sees_no_other_one(kind, folder_of):
     assert not seen_by[document != document.T].any() and seen_by.diagonal().all()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", FAST)
-def test_rows_are_those_of_the_whole(kind, folder_of):
-    model, _ = wrap(folder_of(kind))
-    ids = random_ids(model, 2, 9)
-    rows = torch.tensor([0, 3, 8, 9, 17])
-    whole = model(view_of(ids)).flatten(0, 1)[rows]
-    assert torch.allclose(model(view_of(ids)._replace(rows=rows)), whole, atol=1e-6)
-    if kind not in ENCODERS:
-        unshifted, _ = wrap(folder_of(kind), shift=False)
-        logits = unshifted(view_of(ids)).flatten(0, 1)
-        assert torch.equal(whole, logits[[0, 2, 7, 9, 16]]), "the first token: at its own place"
-
-
 @pytest.mark.parametrize("kind", FAST)
 def test_loss_and_gradients_are_those_of_the_logits(kind, folder_of):
     model, _ = wrap(folder_of(kind))

@@ -126,14 +126,6 @@ def test_kill_during_a_save_loses_nothing(nursery, tmp_path, step, harm):
     assert at > 25, "every action was struck once"
 
 
-def test_rolled_back_checkpoints_are_removed(tmp_path):
-    for step in (10, 20):
-        write(tmp_path, step, "old")
-    (tmp_path / "step-20" / "config.json").write_text("torn")
-    write(tmp_path, 15, "new")
-    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-15", "step-10"]
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files")
 def test_everything_is_synced_before_its_rename(tmp_path, monkeypatch):
     # SIGKILL leaves what is in the page cache; a power failure does not.

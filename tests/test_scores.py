@@ -12,7 +12,6 @@ import export
 import mdlm
 import sample
 from nanomdlm.support.cli import entry
-from nanomdlm.support.errors import UserError
 
 PROGRAMS = {
     "text": (sample, ["--length=8", "--steps=2"]),
@@ -67,12 +66,6 @@ def test_shipped_model_has_a_name_and_a_score(tmp_path, capsys, monkeypatch):
     line, said = introduction(capsys, sample, *flags)  # as there is no run here
     assert "weights/shakespeare, shakespeare, NELBO 1.49" in line and "no run" in line
     assert len(said.err.splitlines()) == 1
-
-
-def test_a_folder_of_models_names_them():
-    """No advice to train into it."""
-    with pytest.raises(UserError, match=r"weights/record or .*weights/shakespeare"):
-        mdlm.load(ROOT / "weights")
 
 
 def test_python_callers_hear_nothing(short_run, capsys):

@@ -221,13 +221,6 @@ def test_fields_that_ask_for_nothing_are_accepted():
     assert refused(client_of(), max_token=4)["param"] == "max_token"
 
 
-def test_without_temperature_a_text_is_always_the_same():
-    body = dict(prompt="the ", max_tokens=20, temperature=0)
-    assert len({ask(client_of(), **body)["choices"][0]["text"] for _ in range(4)}) == 1
-    body["temperature"] = 1
-    assert len({ask(client_of(), **body)["choices"][0]["text"] for _ in range(4)}) > 1
-
-
 def test_no_tokens_and_an_echo():
     answer = ask(client_of(), prompt=["the cat ", "a"], max_tokens=0, echo=True)
     assert [choice["text"] for choice in answer["choices"]] == ["the cat ", "a"]

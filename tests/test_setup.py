@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import os
 import re
 import runpy
@@ -92,16 +93,25 @@ def needs(*packages):
     return found
 
 
-@pytest.fixture
-def light(monkeypatch):
-    """Nothing can be imported but torch, triton, numpy, safetensors, tqdm, tyro, filelock, what
-    these need, and what runs the tests."""
+@functools.cache
+def optional_packages():
+    """All but torch, triton, numpy, safetensors, tqdm, tyro, filelock, what these need, and what
+    runs the tests."""
     needed = ("torch", "triton", "numpy", "safetensors", "tqdm", "tyro", "filelock")
     kept = needs(*needed, "pytest", "pytest-xdist", "hypothesis")
-    for module, names in metadata.packages_distributions().items():
-        is_ours = any((ROOT / file).exists() for file in (module, f"{module}.py"))
-        if not is_ours and not kept & {name.lower().replace("-", "_") for name in names}:
-            hide(monkeypatch, module)
+    return [
+        module
+        for module, names in metadata.packages_distributions().items()
+        if not kept & {name.lower().replace("-", "_") for name in names}
+        and not any((ROOT / file).exists() for file in (module, f"{module}.py"))
+    ]
+
+
+@pytest.fixture
+def light(monkeypatch):
+    """Optional packages cannot be imported."""
+    for package in optional_packages():
+        hide(monkeypatch, package)
     assert sys.modules["tokenizers"] is sys.modules["matplotlib"] is None
 
 

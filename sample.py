@@ -269,7 +269,7 @@ class Chunk:  # n positions of a text, filled and corrected before the next ones
     reveals: torch.Tensor  # (B,) steps that reveal (adaptive: at most this many), followed by
     corrections: torch.Tensor  # (B,) steps that correct
     index: torch.Tensor  # (B, n) the number of each gap in its row
-    u: torch.Tensor  # (B, 2 + steps) random numbers of the row: for its order, for each sweep
+    u: torch.Tensor  # (B, n) random numbers of the row: for its order, for each sweep
     doubt: torch.Tensor  # (B, n) for each drawn token: its surprise, growing with age
 
     def age(self, drawn, logp, token):
@@ -320,6 +320,9 @@ def plan(model, fill, samples, settings):
         steps = max(1, settings.steps * end // context - settings.steps * begin // context)
         if abilities.is_causal(model):
             steps = end - begin
+        if not n.any():
+            first += steps
+            continue
         # A single token would be drawn from the same distribution again.
         corrections = (n > 1) * (3 * n).clamp(max=steps * settings.correct // settings.steps)
         reveals = steps - corrections
@@ -327,7 +330,7 @@ def plan(model, fill, samples, settings):
             reveals = reveals.minimum(n).clamp(min=1)
         reveals = torch.where(n > 0, reveals, 1)
         index = gaps.cumsum(1) - 1
-        u = uniform(settings.seed, first, samples, range(2 + steps))[2]
+        u = uniform(settings.seed, first, samples, range(2 + int(corrections.max())))[2]
         doubt = torch.zeros(gaps.shape, dtype=torch.float64, device=fill.device)
         needed = max([0, *(reveals + corrections).tolist()])
         at = range(begin, end)
@@ -400,7 +403,7 @@ def to_correct(settings, chunk, s, filled, noise):
         doubt = (chunk.doubt + 1e-9 * noise).masked_fill(~filled, -math.inf)
         peak = F.max_pool1d(doubt[:, None], 2 * spacing - 1, 1, spacing - 1)[:, 0]
         return filled & (doubt == peak)
-    sweep = (c.clamp(min=0) // spacing)[:, None]
+    sweep = (c.clamp(min=0) // spacing)[:, None].clamp(max=chunk.u.shape[1] - 2)
     turns = torch.arange(spacing, device=c.device)
     turns = turns[reversed_bits(turns).argsort()]  # far from the last turn
     index = chunk.index + (chunk.u.gather(1, 1 + sweep) * spacing).long()

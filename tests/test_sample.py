@@ -302,6 +302,16 @@ def test_what_follows_a_drawn_end_takes_no_time():
     assert time.process_time() - began < 15
 
 
+def test_given_text_takes_no_steps():
+    """However small the blocks are, and however many steps a context has."""
+    model = Toy(lambda xt: torch.zeros(*xt.shape, V), V, T)
+    x = torch.zeros(1, 20_000, dtype=torch.int64)
+    x[0, -1] = V
+    began = time.process_time()
+    *_, last = sample.unmask(model, x, steps=8192, block=1)
+    assert last.calls == 1 and time.process_time() - began < 4
+
+
 def test_each_step_reveals_as_many_tokens():
     x = torch.full((1, 30), V)
     model = Toy(lambda xt: torch.zeros(*xt.shape, V), V, 32)
@@ -326,7 +336,7 @@ def test_long_texts_are_written_block_by_block():
         assert known[: L - 4].all()  # all that was there before the block
     options = sample.resolve(sample.SamplerSettings(steps=1), model)
     blocks = sample.plan(model, x == 5, torch.arange(1), options)
-    assert [block.steps for block in blocks] == [1] * 5
+    assert [block.steps for block in blocks] == [1] * 4  # the first is all given
 
 
 def test_films_keep_confidences_up_to_the_end(world):

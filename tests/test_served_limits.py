@@ -64,8 +64,9 @@ def test_what_is_too_much_is_refused_at_once(body):
         dict(prompt="the", max_tokens=20, spacing=1 << 31, redraw="sweep"),
         dict(infill="[___]".join("the cat sat on"), max_tokens=2),
         dict(infill=" ".join(["[___|a|he|the]"] * 12), max_tokens=3),
+        dict(prompt="the cat " * 1000, max_tokens=2048, n=16, steps=8192, block=1),
     ],
-    ids=["spacing", "sweep", "gaps", "lists"],
+    ids=["spacing", "sweep", "gaps", "lists", "blocks"],
 )
 def test_what_is_allowed_delays_no_other_client(body):
     """Between two network calls little is computed, whatever a field says."""

@@ -234,14 +234,16 @@ class Writer:
         """n texts after a prompt, with the numbers 0 .. n - 1 of the seed."""
         texts = []
         for rows in writer.batches(segments, job.n, False):
-            chunks = list(rows.chunks())
+            chunks = rows.chunks()  # one at a time: there may be thousands
+            chunk = next(chunks, None)
             told = [-1] * len(rows.x)  # up to where each row was sent
             done = [False] * len(rows.x)
             first = int(rows.samples[0])
             for step in rows.steps():
                 if not job.stream:
                     continue
-                chunk = max((c for c in chunks if c.first < step.number), key=lambda c: c.first)
+                while step.number > chunk.first + chunk.steps:
+                    chunk = next(chunks)
                 final = chunk.settled(step.x, writer.model.mask_id).tolist()
                 for row, ids in enumerate(step.x.tolist()):
                     if final[row] > told[row]:

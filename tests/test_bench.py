@@ -25,6 +25,7 @@ from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.cli import entry
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import word_statistics
+from nanomdlm.support.run import plots
 
 CPU = torch.device("cpu")
 
@@ -466,6 +467,9 @@ def test_frontier_has_every_sampler(runs, tmp_path, monkeypatch):
         assert len(row["by_seed"]) == 2 and row["seconds"] > 0
         assert row["twin"] == pytest.approx(sum(seed["twin"] for seed in row["by_seed"]) / 2)
         assert row["expected"] > 0 and 0 <= row["told"] <= 1
+    unknown = [row | dict(words=None, words_se=None) for row in rows]  # no word was counted
+    plots.plot_frontier(unknown, picture)
+    assert b"known words" in before and b"known words" not in picture.read_bytes()
 
 
 def test_a_classifier_tells_what_differs_and_nothing_else():

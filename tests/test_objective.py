@@ -556,6 +556,16 @@ def test_autoregressive_model_shifts_by_itself(pos):
             assert (y - after)[:, i + 1].abs().max() > 1e-6, "token i is seen at i + 1"
 
 
+@pytest.mark.parametrize("pos", ["rope", "learned", "sinusoidal"])
+def test_weights_may_be_bfloat16(pos):
+    model = scrambled(V=10, pos=pos)
+    x = torch.randint(11, (2, 16))
+    y = predict(model, x)
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
+    assert (predict(model, x) - y).norm() < 0.05 * y.norm()
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_bfloat16_attention_errs_like_pytorchs(causal):
     g = torch.Generator().manual_seed(0)

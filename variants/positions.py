@@ -29,7 +29,7 @@ def with_positions(Model):
                 vectors = self.positions[view.at]
             else:
                 vectors = torch.cat((sin, cos), -1)
-            return x + vectors, None, None
+            return x + vectors.to(x.dtype), None, None
 
     return Positioned
 

@@ -370,7 +370,9 @@ def plot_frontier(rows, path):
     if "twin" in rows[0]:
         panels["twin"] = "nats per token under the twin (as real text is best)"
     panels["distinct"] = "distinct words (as real text is best)"
-    fig, axes = figure(4.2 * len(panels), 4.2, 1, len(panels))
+    panels = {key: label for key, label in panels.items() if any(r[key] is not None for r in rows)}
+    fig, axes = figure(4.2 * len(panels), 4.2, 1, len(panels), squeeze=False)
+    axes = axes[0]
     judges = [r for r in rows if r["sampler"] in ("real text", "AR twin")]
     samplers = dict.fromkeys(r["sampler"] for r in rows if r not in judges)
     for ax, (key, label) in zip(axes, panels.items()):
@@ -378,9 +380,11 @@ def plot_frontier(rows, path):
             name = row["sampler"]
             if row["calls"]:
                 name += f", {row['calls']} calls"
+            if row[key] is None:
+                continue
             ax.axhline(row[key], color=GRAY, lw=1.2, ls=style, label=name)
         for name, color in zip(samplers, itertools.cycle(COLORS)):
-            found = [r for r in rows if r["sampler"] == name]
+            found = [r for r in rows if r["sampler"] == name and r[key] is not None]
             error = [2 * r.get(f"{key}_se", 0) for r in found]
             style = dict(marker="o", ms=4, lw=1.6, capsize=2, color=color, label=name)
             ax.errorbar([r["calls"] for r in found], [r[key] for r in found], error, **style)
@@ -388,7 +392,8 @@ def plot_frontier(rows, path):
         ax.set(xscale="log", xlabel="network calls (left is cheaper)", ylabel=label)
         ax.set_xticks(calls, calls)
         ax.minorticks_off()
-    axes[0].yaxis.set_major_formatter("{x:.0%}")
+        if key == "words":
+            ax.yaxis.set_major_formatter("{x:.0%}")
     axes[0].legend(frameon=False, fontsize=8)
     title = "Text from nothing: quality by network calls (few distinct words: dull text)"
     fig.suptitle(title, fontsize=11)

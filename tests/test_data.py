@@ -46,29 +46,6 @@ def corpus_of_ids(folder, ids, meta=None, **flags):
 # Tokenizers
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.text(min_size=1, max_size=80), st.text(max_size=80))
-def test_tokenizers_are_lossless(known, other):
-    def pieces():
-        return [(known * 3, False)]
-
-    for kind in ("byte", "word"):
-        made = tokenizer.build_tokenizer(kind, 300, False, pieces, 1000)
-        for text in (known, other):
-            assert made.decode(made.encode(text)) == text
-    made = tokenizer.build_tokenizer("char", 0, False, pieces, 1000)
-    assert made.decode(made.encode(known)) == known
-    assert made.vocab_size == len(set(known))
-
-
-def test_bpe_is_lossless_on_unseen_text(pydoc):
-    made = tokenizer.build_tokenizer("bpe", 400, False, lambda: [(pydoc, False)], 10_000)
-    unseen = "Zürich, 東京 and 😀\n\tunseen  words"
-    assert made.vocab_size == 400
-    assert made.decode(made.encode(unseen)) == unseen
-    assert len(made.encode(pydoc)) < 0.7 * len(pydoc)
-
-
 def test_vocabulary_is_learned_from_training_part():
     text = "train " * 50 + "secret " * 50
     for kind in ("word", "bpe"):

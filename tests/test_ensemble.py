@@ -1,6 +1,5 @@
 """Several networks, --out_dir=A,B, predict the mean of their probabilities, in every program."""
 
-import itertools
 import json
 import shutil
 
@@ -15,7 +14,6 @@ from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.ensemble import Ensemble
-from nanomdlm.support.infill.likelihood import chain_rule
 from nanomdlm.support.infill.shared_padding import compute_once
 
 LETTERS = Tokenizer("char", [*"abcde"])
@@ -59,18 +57,6 @@ def test_probabilities_are_the_mean(runs):
         quick = compute_once(both.eval())
         assert isinstance(quick, Ensemble) and quick is not both
         torch.testing.assert_close(quick(x).exp(), mean, rtol=1e-5, atol=1e-6)
-
-
-def test_the_chain_rule_is_a_distribution(tmp_path):
-    """Over all texts of three letters the exact probabilities add up to one."""
-    tokenizer = Tokenizer("char", [*"abc"])
-    folders = [save_model(tmp_path / str(n), tokenizer, n_layer=n, block_size=3) for n in (1, 2)]
-    model = mdlm.load(folders)[0]
-    x = torch.tensor([*itertools.product(range(3), repeat=3)])
-    p = chain_rule(model, x).sum(1).exp()
-    assert p.sum().item() == pytest.approx(1, abs=1e-5)
-    alone = [chain_rule(mdlm.load(folder)[0], x).sum(1).exp() for folder in folders]
-    assert not torch.allclose(p, alone[0], atol=1e-3)
 
 
 @pytest.mark.parametrize(

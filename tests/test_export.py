@@ -205,20 +205,6 @@ def test_code_of_the_card_runs(tmp_path, objective):
     assert r.returncode == 0 and r.stdout.strip(), r.stderr[-2000:]
 
 
-def test_tables_of_positions_do_not_depend_on_the_default_dtype():
-    """transformers makes a model of bfloat16 under that default: 256 and 257 are equal in it."""
-    wanted = export.reference.rotary_tables(512, 8)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found = export.reference.rotary_tables(512, 8)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, b)
-    exact = torch.arange(512).double()[:, None] * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
-    assert torch.allclose(wanted[0].double(), exact.cos(), atol=1e-4, rtol=0)
-
-
 def logits_of_weights(out, folder, x):
     """Logits for x (B, T) of the network of a run, with the weights of a Hugging Face folder."""
     model, *_ = mdlm.load(out, kernel="torch")

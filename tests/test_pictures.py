@@ -4,11 +4,8 @@ import importlib
 import json
 
 import pytest
-import torch
 from conftest import ROOT
 
-import mdlm
-from nanomdlm import variants
 from nanomdlm.support.cli import entry
 from nanomdlm.support.run import plots
 
@@ -50,37 +47,6 @@ def test_rising_training_loss_is_explained_where_the_rates_open(tmp_path, drawn)
     assert dashed(left) == [20, 30] and dashed(right) == [10, 15]
     legend = [t.get_text() for t in fig.legends[0].get_texts()]
     assert sum("training loss may rise" in words for words in legend) == 1
-
-
-@pytest.mark.parametrize(
-    "how, has_margin",
-    [
-        ({}, True),
-        (dict(rate_margin=0.0), False),
-        (dict(objective="ar"), False),
-        (dict(rates="cosine"), False),
-        (dict(time_conditioning=True), False),
-        (dict(block_length=4), True),
-        (dict(block_length=1), False),
-        (dict(block_length=1, infill_share=0.5), True),
-    ],
-    ids=str,
-)
-def test_logged_margin_is_that_of_the_masks(how, has_margin):
-    """A margin is logged where it changes how many tokens are masked, and nowhere else."""
-    config = mdlm.Config(block_size=16, batch_size=8, **how)
-    objective = variants.choose(config, mdlm.MaskedDiffusion(config, 11))
-    assert objective.rate_margin == (0.5 if has_margin else 0.0)
-    assert [mdlm.margin_scale(progress) for progress in (0.5, 0.75, 1.0)] == [1, 0.5, 0]
-
-    def counts(progress):
-        margin = mdlm.margin_scale(progress)
-        samples = torch.arange(8)
-        lengths = torch.full((8,), 16)
-        steps = range(20)
-        return [objective.mask_counts(k, margin, samples, lengths).tolist() for k in steps]
-
-    assert (counts(0.0) != counts(1.0)) == has_margin
 
 
 # ---- Pictures of results/

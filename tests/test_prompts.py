@@ -7,15 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, corpus_of, counts_of, losses, run_mdlm, tiny_flags
+from conftest import TINY, corpus_of, losses, run_mdlm, tiny_flags
 
 import eval
 import export
 import mdlm
 import sample
 from nanomdlm.support.cli import entry
-from nanomdlm.support.data import sources
-from nanomdlm.support.data.texts import prepare
 from nanomdlm.support.infill.likelihood import chain_rule
 
 SOUNDS = {"cat": "meow", "a dog": "woof!", "the old cow": "moo", "me": "i am a model"}
@@ -152,19 +150,6 @@ def test_what_answers_in_blocks_cannot_do(run_in_blocks, tmp_path, capsys, progr
     assert said.count("\n") == 1 and words in said and not (tmp_path / "x").exists()
 
 
-def test_counts_are_uniform_on_answers(run):
-    config = mdlm.load(run)[2]
-    corpus = corpus_of(run / "data", config, torch.device("cpu"))
-    share = []
-    for step in range(200):
-        lengths = corpus.batch(torch.arange(config.batch_size) + step * config.batch_size)[1]
-        levels = counts_of(config, step, 0.0, lengths)
-        assert (levels >= 1).all() and (levels <= lengths).all()
-        share.append((levels - 0.5) / lengths)
-    share = torch.cat(share)
-    assert abs(share.mean() - 0.5) < 0.005 and abs(share.var() - 1 / 12) < 0.003
-
-
 def test_nelbo_of_an_answer_by_enumeration(run):
     """Three tokens: the mean over l of the mean over sets of l tokens of the mean CE there."""
     model, tokenizer, _ = mdlm.load(run)
@@ -204,17 +189,6 @@ def test_chain_rule_hides_all_that_follows(run):
         with torch.no_grad():
             logp = model(xt)[0, i].log_softmax(-1)[ids[i]].item()
         assert found[i].item() == pytest.approx(logp, abs=1e-4)
-
-
-@pytest.mark.parametrize("n", [90, 95, 100])
-def test_a_prompt_goes_where_its_answer_goes(tmp_path, n):
-    records = [dict(q="x" * (i % 7 + 20), a=str(i)) for i in range(n)]
-    data = write(tmp_path / "x.jsonl", records)
-    prepare(mdlm.Config(data=str(data), prompt_column="q", text_column="a"), tmp_path)
-    _, arrays, tokenizer, _ = sources.open_ids(tmp_path, 8, 0)
-    texts = ["".join(tokenizer.decode([i]) or "|" for i in ids) for ids in arrays]
-    assert "".join(texts) == "".join(f"{r['q']}|{r['a']}|" for r in records)
-    assert all(text.count("|") % 2 == 0 and text.startswith("x") for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What a new user would stumble over, and what an attacker would try: one sentence, or it works."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -10,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, call, read_log, sign, tiny_flags
+from conftest import ROOT, TINY, call, read_log, run_mdlm, sign, tiny_flags
 from safetensors.torch import load_file, save_file
 
 import eval
@@ -45,10 +47,10 @@ def hostile(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "text.txt").write_bytes((HOSTILE * 300).encode())
     flags = [f"--data={folder / 'text.txt'}", *TINY, "--max_steps=30", f"--out_dir={folder / 'o'}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "mdlm.py", *flags]
-    r = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True)
-    return folder / "o", (r.stdout + r.stderr).decode()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        assert run_mdlm(*flags) == 0
+    return folder / "o", said.getvalue()
 
 
 def test_log_of_a_run_shows_control_characters_escaped(hostile):

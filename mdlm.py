@@ -560,10 +560,10 @@ def evaluate(
     """Likelihood of validation windows (W, T), nats per token. Deterministic; ranks share the work.
 
     `nelbo`: the mean over windows and passes of the mean CE over masked tokens (an upper bound on
-    the NLL), `se`: its standard error. `by_window`, `tokens_by_window`: the mean of each window
-    (W,), and its number of tokens; `by_mask`: tokens masked and their mean CE, (passes, W) lists
-    (not for blocks); `ce`, `accuracy` (top-1): by tenths of the mask rate. (For an autoregressive
-    model, `nll` instead of `nelbo`, and `ar_shifted`: without the first token of each window.)
+    the NLL), `se`: its standard error. `by_window` (W,): the loss of each window over the mean of
+    `tokens_by_window`, so their mean is `nelbo`. `by_mask`: tokens masked and their mean CE,
+    (passes, W) lists (not for blocks); `ce`, `accuracy` (top-1): by tenths of the mask rate. (For
+    an autoregressive model, `nll` instead of `nelbo`, and `ar_shifted`: without the first tokens.)
     observe(at, targets, logits): called for each batch: (n,) places in the flat windows, (n,), and
     (n, V). deadline: time.monotonic() after which no further batch begins; a partial result is
     fair, because each batch has windows from all over the text. scored (W, T) bool: mask and score
@@ -666,6 +666,7 @@ def load(
         model = make_model(config, tokenizer.vocab_size, ops, tokenizer.end_id, pretrained=network)
         model.load_state_dict(checkpoint.read_weights(folder, model))
         model.calibration = checkpoint.read_calibration(folder)
+        model.vocab = tokenizer.vocab  # callers may confuse tokenizers of two models
         return ready(model, device).eval(), tokenizer, config
 
     _, loaded = ensemble.read_newest(path, read)

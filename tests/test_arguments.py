@@ -199,6 +199,7 @@ def test_a_tokenizer_of_another_model_is_refused(tiny):
         Tokenizer("id", 1 << 20),
         Tokenizer("char", letters, end=True),
         Tokenizer("char", letters[:-1]),
+        Tokenizer("char", [*letters[:-1], "☃"]),  # as many
     ):
         both = (model, other)
         for call, args in (

@@ -935,7 +935,7 @@ def test_own_mask_is_no_token_of_a_text(folder_of):
         mdlm.evaluate(model, x)
     with pytest.raises(UserError, match=str(model.vocab_size - 1)):
         sample.generate(model, x + model.vocab_size, steps=1)
-    with pytest.raises(UserError, match=str(model.mask_id)):
+    with pytest.raises(UserError, match=str(model.vocab_size)):
         tokenizer.decode([model.vocab_size])
     x[:, 0] = 7
     filled = sample.generate(model, x, steps=4, cfg=1.0)

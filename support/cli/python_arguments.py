@@ -77,6 +77,7 @@ def to_view(model, args, kwargs):
 def check_tokenizer(tokenizer, model):
     """Raise UserError for a tokenizer that is not the model's."""
     same = tokenizer.vocab_size == model.vocab_size
+    same &= getattr(model, "vocab", tokenizer.vocab) == tokenizer.vocab
     if not same or model.objective.end_id not in (-1, tokenizer.end_id):
         raise UserError("the tokenizer is of another model; give that of mdlm.load")
 

@@ -270,8 +270,8 @@ def tokenizer_of_ids(folder, arrays, V, end_id, may_be_wider):
     else:
         tokenizer = Tokenizer("id", V or min(largest, MOST) + 1, end)
     if smallest < 0 or largest >= tokenizer.vocab_size:
-        given = f"--vocab_size={tokenizer.vocab_size}"
-        raise UserError(f"{folder} has ids {smallest} to {largest}, which {given} does not allow")
+        what = f"{folder} has ids {smallest} to {largest}, but V is {tokenizer.vocab_size}"
+        raise UserError(f"{what}; check tokenizer.json, --vocab_size or --bin_dtype")
     if end_id >= 0 and not any((piece == end_id).any() for piece in slices_of(arrays[:1])):
         raise UserError(f"--end={end_id}, but {folder}/{NAMES[0]} has no such id")
     return tokenizer

@@ -631,6 +631,10 @@ def replay_steps(
         if settings.is_adaptive and not chunk.goes_on(s):
             break
         u, noise, _ = next(numbers)
+        if settings.order == "ancestral":  # of many steps, most draw nothing: no call for these
+            *_, drawn = to_draw(settings, chunk, s, text, model.mask_id, end_id, noise)
+            if not drawn.any():
+                continue
         first = cache.follow(at.start) if cache else max(0, at.stop - context)
         window = slice(first, at.stop if cache else first + context)
         inside = range(at.start - first, at.stop - first)

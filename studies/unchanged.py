@@ -116,7 +116,7 @@ SETTINGS = [
     "--infill='Th█ v█lue' --num_samples=2",
     "--infill='The ███ is' --num_samples=1 --order=confidence",
 ]
-TIMES = ("seconds", "tokens_per_second", "tokens/s", "host", "commit")
+TIMES = ("seconds", "tokens_per_second", "phases", "tokens/s", "host", "commit")
 TOLERANCE = 1e-6  # of numbers of an evaluation; relative above 1
 
 

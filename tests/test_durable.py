@@ -4,6 +4,7 @@ Everything runs in this process; what needs processes of its own is in test_reli
 """
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -399,6 +401,49 @@ def test_reading_while_a_run_saves_always_works(short_run, tmp_path, capsys):
         stop.set()
         thread.join()
     assert capsys.readouterr().err == "", "and nothing is said"
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(short_run, tmp_path, monkeypatch, quick):
+    """As on a GPU. The files are those of a run that waits for them."""
+    flags = [f"--data={short_run.parent / 'text.txt'}", *tiny_flags("--eval_interval=2")]
+    flags += ["--max_steps=6", "--calibration_share=0.1"]
+    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'waits'}") == 0
+    begun = []
+
+    def write_later(out_dir, name, contents, score=None, write=checkpoint.write_checkpoint):
+        begun.append(name)
+        until = int(name.removeprefix("step-")) + (1 if len(begun) < 3 else 0)
+        for _ in range(1000):
+            if read_log(out_dir)[-1]["step"] >= until:
+                return write(out_dir, name, contents, score)
+            time.sleep(0.02)
+        raise AssertionError("no step was made meanwhile")
+
+    monkeypatch.setattr(session, "can_write_beside", lambda run: True)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write_later)
+    assert run_mdlm(*flags, f"--out_dir={tmp_path / 'beside'}") == 0
+    assert begun == ["step-2", "step-4", "step-6"]
+    for name in ("step-4", "step-6"):
+        for file in ("model.safetensors", "state.safetensors"):
+            wanted = (tmp_path / "waits" / name / file).read_bytes()
+            assert (tmp_path / "beside" / name / file).read_bytes() == wanted, (name, file)
+
+
+def test_a_checkpoint_that_cannot_be_written_beside_steps_ends_the_run(
+    short_run, tmp_path, monkeypatch, quick, capsys
+):
+    def fail(out_dir, name, contents, score=None, write=checkpoint.write_checkpoint):
+        with files.writing(Path(out_dir) / name):
+            if name == "step-4":
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return write(out_dir, name, contents, score)
+
+    monkeypatch.setattr(session, "can_write_beside", lambda run: True)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", fail)
+    flags = [f"--data={short_run.parent / 'text.txt'}", *tiny_flags("--eval_interval=2")]
+    r = call(mdlm.main, capsys, *flags, "--max_steps=20", f"--out_dir={tmp_path / 'out'}")
+    assert r.code == 2 and "step-4 cannot be written" in r.err and "--resume" in r.err
+    assert checkpoint.find_checkpoint(tmp_path / "out").name == "step-2"
 
 
 def test_checkpoint_removed_while_read_is_sought_again(run):

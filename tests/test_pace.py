@@ -18,7 +18,7 @@ ALWAYS = settings.NO_LIMIT
 
 def records(out_dir):
     """The log without what a clock told."""
-    told = ("seconds", "tokens_per_second")
+    told = ("seconds", "tokens_per_second", "phases")
     return [{k: v for k, v in r.items() if k not in told} for r in read_log(out_dir)]
 
 

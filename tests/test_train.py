@@ -272,7 +272,7 @@ def test_weights_not_finite_are_not_saved(trained, tmp_path, where):
     moments = run.optimizers[1].state[run.model.embed.weight]
     (spoiled | dict(moment=moments["exp_avg"]))[where].data[0, 0] = math.nan
     with pytest.raises(errors.UserError, match="step 0"):
-        session.Session.save(SimpleNamespace(held=None), run)
+        session.Session(run.config, None, {}, SimpleNamespace(rank=0), 0.0).save(run)
     assert not list(tmp_path.iterdir())
 
 

@@ -54,7 +54,8 @@ class Clock:
         self.tenth = None  # tenths of the run that were done at the step before
         self.signal = 0  # number of the signal that asked the run to stop, else 0
         self.interrupt = None
-        self.paused = 0.0  # seconds of this process in evaluations and saves
+        self.phases = dict(evaluations=0.0, saves=0.0)  # seconds of this process in each
+        self.started = None  # seconds before its first step, without those
         self.evaluating = [0.0, 0.0]  # seconds of the evaluations on the way, and of the last one
         self.per_window = 0.0  # seconds to score a window once
         self.ending = LAST_FRACTION * config.time_limit  # seconds of the last evaluation
@@ -69,7 +70,14 @@ class Clock:
 
     def training(self):
         """Seconds of this process, without evaluations and saves."""
-        return time.monotonic() - self.start - self.paused
+        return time.monotonic() - self.start - sum(self.phases.values())
+
+    def seconds_by_phase(self):
+        """Seconds of this process so far, by what it did, rounded: for the log."""
+        training = self.training()
+        start = training if self.started is None else self.started
+        phases = dict(start=start, steps=training - start) | self.phases
+        return {name: round(seconds, 1) for name, seconds in phases.items()}
 
     # ---- Progress
     def goes_on(self, step):
@@ -79,6 +87,7 @@ class Clock:
         """
         if self.interrupt is None:  # installed late: before the first step Ctrl-C may simply exit
             self.interrupt = signals.Interrupt()
+            self.started = self.training()
         by_steps = step / self.config.max_steps
         by_time = self.elapsed() / (self.limit - self.for_evaluation() - self.for_save())
         # Never go back: the time reserved for the end, and so this estimate, may grow.
@@ -131,7 +140,7 @@ class Clock:
         finally:
             ranks.STOP = None
         took = time.monotonic() - began
-        self.paused += took
+        self.phases["evaluations"] += took
         if not is_last and is_trained(run):
             self.evaluating = [self.evaluating[0] + took, took]
 
@@ -193,7 +202,7 @@ class Clock:
         self.saved = step
         self.saved_at = time.monotonic()
         self.saving = self.saved_at - began
-        self.paused += self.saving
+        self.phases["saves"] += self.saving
 
     def resume(self, state):
         """Continue from the state of a checkpoint."""

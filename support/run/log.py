@@ -164,6 +164,7 @@ class Log:
         adapts = run.config.init_from and key == "nelbo" and not run.step
         if adapts and getattr(getattr(run.model, "network", None), "is_decoder", False):
             self.decoder_nll = values["decoder_nll"] = self.measure_decoder(run, r["windows"])
+        values["phases"] = run.clock.seconds_by_phase()
         self.record(run, values)
         if not run.step and not run.config.init_from:
             V = run.model.vocab_size

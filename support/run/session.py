@@ -14,6 +14,8 @@ import json
 import math
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -59,8 +61,9 @@ def open_session(Config, given, start):
         config.device = given.get("device", config.device)  # each rank may have its own
         machine = ranks.together(lambda: use_machine(config, rank, local_rank, world))
         session = Session(config, resumed_from, changed, machine, start)
-        with memory_explained(session):
+        with memory_explained(session), session.writer:  # it ends what it writes
             yield session
+            session.wait_for_save()
         if session.log.tracker:
             session.log.tracker.close()
         if ranks.CONTROL:
@@ -118,6 +121,8 @@ class Session:
         self.ended_at = -1  # the step of the checkpoint, if it is the end of a run
         self.run = None
         self.held = None  # sources.Ids of the text that --calibration_share holds back
+        self.writer = ThreadPoolExecutor(1)
+        self.writing = None  # the Future of a checkpoint that is being written
 
     @property
     def is_over(self):
@@ -236,9 +241,13 @@ class Session:
     def save(self, run, finished=False):
         """Write out_dir/step-N: the averaged weights, and everything that --resume needs.
 
+        On a GPU, files are written while the next steps are computed; an error then ends the run at
+        its next save.
+
         finished: this is the end of a run. UserError for weights that are not finite
         """
         clock = run.clock
+        self.wait_for_save()
         state = dict(step=run.step, tokens=run.tokens, sequences=run.sequences_before(run.step))
         state |= dict(seconds=clock.elapsed(), ending=clock.ending, saving=clock.saving)
         state |= dict(finished=finished) | run.corpus.identity
@@ -250,9 +259,18 @@ class Session:
             ranks.together(lambda: check_finite(run, weights | tensors))
             if run.config.shard:
                 with shards.saving(run.config.out_dir, weights, tensors) as files_of:
-                    ranks.first(lambda: write(run, state, files_of()))
+                    ranks.first(lambda: write(*contents_of(run, state, files_of())))
+            elif can_write_beside(run) and not finished:
+                contents = contents_of(run, state, in_memory(weights, tensors))
+                self.writing = self.writer.submit(write, *contents)
             else:
-                ranks.first(lambda: write(run, state, in_memory(weights, tensors)))
+                ranks.first(lambda: write(*contents_of(run, state, in_memory(weights, tensors))))
+
+    def wait_for_save(self):
+        """Wait for the checkpoint that is being written; raise the error if it could not be."""
+        if self.writing:
+            writing, self.writing = self.writing, None
+            self.clock.saving = writing.result()
 
     def calibrate(self, run):
         """Fit the temperature of the averaged weights to the held-out text."""
@@ -269,6 +287,7 @@ class Session:
         say = run.log.say
         run.clock.goes_on(run.step)  # a signal may have come since
         interrupted = run.clock.signal
+        self.wait_for_save()
         out_dir = f"--out_dir={environment.quote(run.config.out_dir)}"
         program = "torchrun ... mdlm.py" if ranks.CONTROL else environment.command("mdlm.py")
         again = f"{program} {out_dir} --resume"
@@ -287,7 +306,9 @@ class Session:
             plots.try_to_draw(plots.plot_losses, run.log.path.with_name("loss.png"))
         prompt = " --prompt=TEXT" * bool(run.config.prompt_column)
         sample = f"{environment.command('sample.py')} {out_dir}{prompt}"
-        say(f"done in {run.clock.elapsed():.0f} s. Now type: {sample}")
+        phases = run.clock.seconds_by_phase().items()
+        took = ", ".join(f"{name} {seconds}" for name, seconds in phases)
+        say(f"done in {run.clock.elapsed():.0f} s ({took}). Now type: {sample}")
         return 0
 
 
@@ -336,18 +357,34 @@ def in_memory(weights, tensors):
     return contents
 
 
-def write(run, state, tensors):
-    """Write a checkpoint of a run; tensors: its safetensors files, bytes or Paths."""
+def can_write_beside(run):
+    """Whether files are written while a run goes on: one GPU computes steps without the CPU."""
+    return run.device.type == "cuda" and run.engine.world == 1
+
+
+def contents_of(run, state, tensors):
+    """The arguments of `write`; tensors: the safetensors files of a run, bytes or Paths."""
     contents = checkpoint.describing(run.config, run.corpus.tokenizer, run.averaged)
     contents |= {"state.json": json.dumps(state).encode()} | tensors
     loss = run.loss if math.isfinite(run.loss) else None  # JSON has no NaN
-    score = run.log.score | dict(loss=loss)
-    saved = checkpoint.write_checkpoint(run.config.out_dir, f"step-{run.step}", contents, score)
-    if run.config.overwrite and run.clock.saved < 0:  # the first one: the old run may go now
-        with files.writing(saved):
-            for old in checkpoint.checkpoints(run.config.out_dir):
-                if old != saved:
+    replaces = run.config.overwrite and run.clock.saved < 0  # the first one: the old run may go now
+    folder = Path(run.config.out_dir) / f"step-{run.step}"
+    return folder, contents, run.log.score | dict(loss=loss), replaces
+
+
+def write(folder, contents, score, replaces):
+    """Write a checkpoint of a run; returns how many seconds it took.
+
+    replaces: whether it is all that remains in the run's folder
+    """
+    began = time.monotonic()
+    checkpoint.write_checkpoint(folder.parent, folder.name, contents, score)
+    if replaces:
+        with files.writing(folder):
+            for old in checkpoint.checkpoints(folder.parent):
+                if old != folder:
                     files.remove(old)
+    return time.monotonic() - began
 
 
 @contextlib.contextmanager

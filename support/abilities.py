@@ -35,3 +35,11 @@ def can_fill(model, x, fill):
     piece = x.new_tensor(range(len(pieces))).repeat_interleave(sizes)  # (T,)
     last = piece.where((x != model.mask_id) & ~fill, 0).amax(1, keepdim=True)
     return not (fill & (piece < last)).any()
+
+
+def uncompiled(model):
+    """Return the module that torch.compile(model) wraps.
+
+    Attributes that are set in the wrapper, or in a copy of it, are set in the module.
+    """
+    return getattr(model, "_orig_mod", model)

@@ -190,6 +190,42 @@ def test_wrong_settings_from_python_are_refused(tiny):
         sample.generate(model, x, forbid=range(model.vocab_size))
 
 
+def test_a_model_whose_dropout_is_on_gets_no_random_answers(tiny):
+    text = "The cat sat on the mat and looked at the dog."
+    model, tokenizer, _ = mdlm.new(text=text, dropout=0.2, n_head=2, n_embd=32, block_size=16)
+    x = torch.full((1, 8), model.mask_id)
+    calls = (
+        lambda: sample.write(model, tokenizer, "cat█"),
+        lambda: sample.search(model, tokenizer, "cat█"),
+        lambda: sample.score(model, tokenizer, "cat"),
+        lambda: sample.fix(model, tokenizer, "cat"),
+        lambda: sample.generate(model, x),
+        lambda: list(sample.unmask(model, x)),
+        lambda: mdlm.generate(model, x),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="eval"):
+            call()
+    model.eval()
+    assert sample.score(model, tokenizer, "cat") == sample.score(model, tokenizer, "cat")
+
+
+@pytest.mark.parametrize("temperature", [None, 1.5])
+def test_a_compiled_model_is_used_as_it_is_and_left_as_it_was(short_run, temperature):
+    def answers(model):
+        found = sample.search(model, tokenizer, "th██cat", top=2)
+        logp = [round(fill.logp, 4) for fill in (*found, *sample.score(model, tokenizer, "a cat"))]
+        return sample.write(model, tokenizer, "th██cat", seed=1), [f.text for f in found], logp
+
+    model, tokenizer, _ = mdlm.load(short_run)
+    if temperature:
+        model.calibration = dict(temperature=temperature)
+    before = answers(model)
+    compiled = torch.compile(model, backend="eager")
+    for each in (compiled, compiled, model):
+        assert answers(each) == before
+
+
 def test_a_tokenizer_of_another_model_is_refused(tiny):
     model, tokenizer = tiny
     letters = tokenizer.vocab

@@ -74,8 +74,16 @@ def to_view(model, args, kwargs):
 
 
 # ---- Models and tokenizers
+def check_mode(model):
+    """Raise UserError for a model whose dropout is on: its predictions are random."""
+    modules = model.modules() if getattr(model, "training", False) else ()
+    if any(getattr(module, "p", 0) for module in modules if "Dropout" in type(module).__name__):
+        raise UserError("the model is in training mode, with dropout; call model.eval() first")
+
+
 def check_tokenizer(tokenizer, model):
-    """Raise UserError for a tokenizer that is not the model's."""
+    """Raise UserError for a tokenizer that is not the model's, or dropout that is on."""
+    check_mode(model)
     same = tokenizer.vocab_size == model.vocab_size
     same &= getattr(model, "vocab", tokenizer.vocab) == tokenizer.vocab
     if not same or model.objective.end_id not in (-1, tokenizer.end_id):
@@ -104,6 +112,7 @@ def row_numbers(samples, B, device):
 
 def check_filling(model, x, fill, samples, end_id=None, forbid=(), allowed=None):
     """Check the arguments of sample.unmask and generate; returns (samples (B,), end_id, forbid)."""
+    check_mode(model)
     check_ids(model, x)
     V = model.vocab_size
     if fill is not None and (fill.dtype != torch.bool or fill.shape != x.shape):
@@ -124,6 +133,7 @@ def check_filling(model, x, fill, samples, end_id=None, forbid=(), allowed=None)
 
 def check_reversing(model, x, steps):
     """Check the arguments of mdlm.generate."""
+    check_mode(model)
     check_ids(model, x)
     check_length(model, x)
     whole_number("steps", steps, 1)

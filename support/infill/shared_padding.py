@@ -11,6 +11,7 @@ import copy
 import torch
 import torch.nn as nn
 
+from nanomdlm.support import abilities
 from nanomdlm.support.infill.batching import pad_rows
 from nanomdlm.support.infill.ensemble import Ensemble
 
@@ -53,6 +54,7 @@ def compute_once(model):
     """
     if not isinstance(model, nn.Module) or model.training or torch.is_grad_enabled():
         return model
+    model = abilities.uncompiled(model)
     if isinstance(model, Ensemble):
         return model.replaced(compute_once)
     if model.config.network:  # all of its layers attend

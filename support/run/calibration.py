@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanomdlm.support.abilities import uncompiled
 from nanomdlm.support.cli import terminal
 from nanomdlm.support.infill.model_calls import checked, group_size
 from nanomdlm.support.run.evaluation import eval_mode, stratified_counts
@@ -26,6 +27,7 @@ GRID += [2.5, 3.0, 4.0, 5.0]
 # ---- Using it
 def at_temperature(model, temperature):
     """A copy of a network, hooks included, whose logits are divided; it shares all parameters."""
+    model = uncompiled(model)
     other = copy.copy(model)
     other._forward_hooks = OrderedDict(model._forward_hooks)  # copy.copy shares it
     other.register_forward_hook(lambda module, args, logits: logits / temperature)

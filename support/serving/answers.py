@@ -211,7 +211,7 @@ class Completion(Answer):
 
     def end(self):
         usage = [self.about | dict(choices=[], usage=self.usage())]
-        return [*usage * bool(self.job.stream_options.get("include_usage")), "[DONE]"]
+        return [*usage * bool(self.job.stream_options.include_usage), "[DONE]"]
 
 
 class Chat(Completion):

@@ -18,11 +18,13 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     StringConstraints,
     ValidationError,
     model_validator,
 )
+from typing_extensions import TypeAliasType  # pydantic has it
 
 from nanomdlm.support.cli.settings import shown
 from nanomdlm.support.errors import UserError
@@ -69,14 +71,17 @@ def nothing(value):
         raise ValueError("this is not supported; leave it out")
 
 
+def listed(kind, **limits):
+    """A list; the first wrong element is enough, as a body has room for 500,000."""
+    return Annotated[list[kind], FailFast(), Field(**limits)]
+
+
 Natural = between(int, 0, 1 << 31)
-Texts = Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
-TextsAndPairs = Annotated[
-    list[str | tuple[str, str]], BeforeValidator(as_list), Field(min_length=1)
-]
+Texts = Annotated[listed(str, min_length=1), BeforeValidator(as_list)]
+TextsAndPairs = Annotated[listed(str | tuple[str, str], min_length=1), BeforeValidator(as_list)]
 Stop = Annotated[str, StringConstraints(max_length=256)]
 Stops = Annotated[
-    list[Stop], BeforeValidator(as_list), Field(max_length=64), AfterValidator(without_empty)
+    listed(Stop, max_length=64), BeforeValidator(as_list), AfterValidator(without_empty)
 ]
 Seed = between(int, -(1 << 63), (1 << 64) - 1)
 Unsupported = Annotated[Any, AfterValidator(nothing)]  # only values that ask for nothing
@@ -180,11 +185,15 @@ def seed_of(seed, temperature=None):
 
 
 # ---- OpenAI's
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
 class OpenAI(Sampled):
     """Fields of both kinds of OpenAI's completions."""
 
     n: between(int, 1, 4096) = 1
-    stream_options: dict[str, bool | None] = {}
+    stream_options: StreamOptions = StreamOptions()
     logit_bias: Unsupported = None
     presence_penalty: Unsupported = None
     frequency_penalty: Unsupported = None
@@ -200,7 +209,7 @@ class Completion(OpenAI):
     echo: bool = False
     logprobs: between(int, 0, 32) | Literal[False] = False
     regex: Annotated[str, StringConstraints(min_length=1)] = None
-    choices: Annotated[list[str], Field(min_length=1, max_length=256)] = []
+    choices: listed(str, min_length=1, max_length=256) = []
     best_of: Literal[1] = 1
     DEFAULT_TOKENS: ClassVar = 16
 
@@ -238,11 +247,14 @@ class Part(BaseModel):
     text: str
 
 
+Parts = TypeAliasType("Parts", listed(Part))  # a union cannot have a type with FailFast
+
+
 class Message(BaseModel):
     """OpenAI's, or one of ShareGPT (from, value). A template sees roles and contents alone."""
 
     role: str = Field(validation_alias=AliasChoices("role", "from"))
-    content: str | list[Part] | None = Field(validation_alias=AliasChoices("content", "value"))
+    content: str | Parts | None = Field(validation_alias=AliasChoices("content", "value"))
     tool_calls: Unsupported = None
 
     def to_dict(self):
@@ -253,18 +265,22 @@ class Message(BaseModel):
         return dict(role=role, content=content)
 
 
+class Format(BaseModel):
+    type: Literal["text"] = "text"
+
+
 class Chat(OpenAI):
     """/v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: listed(Message, min_length=1)
     max_tokens: between(int, 1, 1 << 31) = None
     max_completion_tokens: between(int, 1, 1 << 31) = None
     logprobs: bool = False
     top_logprobs: between(int, 0, 32) = 0
     tools: Unsupported = None
     tool_choice: Literal["none", "auto"] = "auto"
-    response_format: dict[Literal["type"], Literal["text"]] = {}
-    modalities: list[Literal["text"]] = []
+    response_format: Format = Format()
+    modalities: listed(Literal["text"]) = []
     kind: ClassVar = "chat"
     echo: ClassVar = False
     # These models end within the context: without a limit they get all of it.
@@ -306,7 +322,7 @@ class Infill(OneText, Body):
     seed: Seed = -1  # of the draws for a long gap
     stop: Stops = []
     stream: bool = False
-    response_fields: list[str] = None
+    response_fields: listed(str) = None
     kind: ClassVar = "gap"
     cut: ClassVar = True  # what is before and after the gap, instead of refusing it
     n_likeliest: ClassVar = None

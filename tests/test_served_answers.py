@@ -42,6 +42,8 @@ def tokenizer_of(kind):
         return Tokenizer("char", sorted(set(TEXT + "è")))
     if kind == "byte":
         return Tokenizer("byte", [])
+    if kind == "word":
+        return Tokenizer("word", [*"abcdefghijklmnopqrstuvwxyz., "])
     if kind == "bpe":
         return Tokenizer("bpe", train_bpe([TEXT], 300))
     return Tokenizer("file", tokenizer_kinds.bert(TEXT).to_str())
@@ -209,3 +211,12 @@ def test_the_page_shows_what_was_written(model):
             text[i] = token
     prompt = "the cat\n" if model == "answers" else "the cat"
     assert choice["text"] and "".join(text).startswith(prompt + choice["text"])
+
+
+def test_of_tokens_that_show_alike_the_likeliest_is_named():
+    """Words of one letter, and bytes."""
+    answer = ask(client_of(tokenizer="word"), prompt="the", max_tokens=24, logprobs=32, seed=1)
+    found = answer["choices"][0]["logprobs"]["top_logprobs"]
+    assert any(len(likeliest) < 32 for likeliest in found)
+    for likeliest in found:
+        assert [*likeliest.values()] == sorted(likeliest.values(), reverse=True)

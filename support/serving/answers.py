@@ -130,6 +130,15 @@ def logprobs_of(text, job):
     return found
 
 
+def by_text(likeliest):
+    """{text: log p}, the likeliest first, of pairs in that order. Of two tokens that show alike (a
+    byte, and a word of one letter), the likelier one."""
+    found = {}
+    for text, logp in likeliest:
+        found.setdefault(text, logp)
+    return found
+
+
 # ---- Answers
 class Answer:
     """The answers of the page: all that it gets are the events that a Writer emits for it.
@@ -183,7 +192,7 @@ class Completion(Answer):
         return dict(
             tokens=[piece for _, piece, _ in found],
             token_logprobs=[token.logp for token, _, _ in found],
-            top_logprobs=[dict(token.likeliest) for token, _, _ in found],
+            top_logprobs=[by_text(token.likeliest) for token, _, _ in found],
             text_offset=[offset for _, _, offset in found],
             drawn=[token.drawn for token, _, _ in found],
         )

@@ -170,7 +170,7 @@ async def serve(server, options, sock):
         log_level="critical",  # nothing that a client has sent
         access_log=False,
         server_header=False,
-        limit_concurrency=options.max_connections,
+        limit_concurrency=options.max_connections + 1,  # uvicorn refuses from this many on
         timeout_graceful_shutdown=int(END_SECONDS) + 1,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )

@@ -435,6 +435,17 @@ def test_a_client_that_leaves_in_its_body_is_no_failure(server):
     assert 'status="500"' not in said
 
 
+def test_as_many_connections_as_allowed_are_served(short_run):
+    with serving(f"--out_dir={short_run}", "--max_connections=2") as found:
+        host, port = found.url[7:].split(":")
+        with socket.create_connection((host, int(port)), PATIENCE):
+            time.sleep(0.3)
+            assert get(f"{found.url}/health").status_code == 200, "the second"
+            with socket.create_connection((host, int(port)), PATIENCE):
+                time.sleep(0.3)
+                assert get(f"{found.url}/health").status_code == 503, "the third"
+
+
 # ---- Long ones
 @pytest.mark.long
 def test_a_slow_body_ends_and_connections_are_bounded(short_run):

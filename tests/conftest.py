@@ -6,6 +6,7 @@ import importlib
 import io
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,6 +17,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+if Path("/proc/cpuinfo").exists() and "GenuineIntel" in Path("/proc/cpuinfo").read_text():
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # support/infill/batching.py
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mdlm

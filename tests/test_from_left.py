@@ -52,7 +52,7 @@ def test_what_is_kept_changes_no_number(kind, folder_of, monkeypatch):
     assert 2 * computed < sum(tokens)
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "new"])
+@pytest.mark.parametrize("how", ["in place", "data", "new", "in place, open", "new, open"])
 def test_what_is_kept_is_forgotten_when_weights_change(how, folder_of, monkeypatch):
     model, tokenizer, _ = mdlm.load(folder_of("llama"))
 
@@ -63,14 +63,19 @@ def test_what_is_kept_is_forgotten_when_weights_change(how, folder_of, monkeypat
 
     before = text()
     layer = model.layers[0].self_attn.v_proj
+    ids = [*tokenizer.encode("the name of"), *[model.mask_id] * 8]
+    steps = sample.unmask(model, torch.tensor([ids]), seed=1)
+    if how.endswith("open"):  # as an animation does that was put aside
+        next(steps)
     with torch.no_grad():
-        if how == "in place":
+        if how.startswith("in place"):
             layer.weight.mul_(-3)
         elif how == "data":
             layer.weight.data.mul_(-3)
         else:
             layer.weight = torch.nn.Parameter(-3 * layer.weight)
     after = text()
+    steps.close()
     monkeypatch.setattr(prefixes, "call", whole)
     assert after == text() != before
 

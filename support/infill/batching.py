@@ -4,8 +4,11 @@ The last bits of a product over M rows depend on M: on CPUs MKL computes fewer t
 the last M % 4 of a thread's share, by other instructions. So the rows of every product are padded
 to a multiple of MULTIPLE, here and in shared_padding.py. A text then gets the same logits alone and
 together with others, to the bit in float32 on a CPU: sample.py and a server that merges the calls
-of many clients draw the same text for the same seed. (On GPUs, products choose their tiles by M, so
-there the logits differ by rounding.)
+of many clients draw the same text for the same seed.
+
+On Intel's processors that takes MKL_CBWR=AUTO,STRICT in the environment (MKL's mode of reproducible
+results), by which products of up to eight rows take up to twice as long. Without it, logits there
+differ by rounding (1e-6 to 2e-5), as on GPUs, whose products choose their tiles by M.
 """
 
 import itertools

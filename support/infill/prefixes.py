@@ -2,8 +2,8 @@
 
 A call then computes only what none of these texts begins with: one token of each text while they
 are written, and what follows the first difference while fills of a gap are compared. The numbers
-are the same up to rounding. They are kept only inside `kept`, because a change of weights cannot be
-detected, and only if they take MOST_BYTES at most.
+are the same up to rounding. They are kept only inside `kept`, because a change of weights through
+`.data` cannot be detected, and only if they take MOST_BYTES at most.
 """
 
 import contextlib
@@ -29,9 +29,10 @@ class Held:
 
     S = 1
 
-    def __init__(self, ids, past):
+    def __init__(self, ids, past, version):
         self.ids = ids
         self.past = past
+        self.version = version  # of the weights
         self.length = 0  # tokens that a call reuses
 
     def update(self):
@@ -81,6 +82,12 @@ def keeps(generator):
     return within
 
 
+def version_of(body):
+    """What changes with the weights. (Tensors of inference mode have no version.)"""
+    parameters = (p for p in body.parameters() if not p.is_inference())
+    return [(p.data_ptr(), p._version) for p in parameters]
+
+
 def call(model, view):
     """Return model(view), reusing what is held. Outside of `kept`, for other networks, for Views
     that are not causal or have spans, and without rows, nothing is reused."""
@@ -93,10 +100,13 @@ def call(model, view):
 
     N = view.ids.shape[1]
     held = HELD.pop(body, None)  # by one thread
+    version = version_of(body)
+    if held is not None and held.version != version:  # as an open generator's caller may train
+        held = None
     if held is not None:
         held.select(view.ids, int((view.rows % N).min()))
     if held is None or not held.length:
-        held = Held(view.ids, DynamicCache())
+        held = Held(view.ids, DynamicCache(), version)
     P = held.length
     rows = view.rows // N * (N - P) + view.rows % N - P
     logits = model(view._replace(ids=view.ids[:, P:], at=view.at[P:], rows=rows, cache=held))

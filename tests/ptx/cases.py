@@ -162,6 +162,17 @@ def residual(dtype, g, B, T, C, p):
     return found
 
 
+def relu2(dtype, g, M, C, F):
+    from nanomdlm.kernels.reference import relu2_mlp_ref
+    from nanomdlm.kernels.relu2 import relu2_mlp
+
+    h, grad = (torch.randn(M, C, generator=g).to(dtype) for _ in range(2))
+    up = (torch.randn(F, C, generator=g) / C**0.5).to(dtype)
+    down = (torch.randn(C, F, generator=g) / F**0.5).to(dtype)
+    names = ("y", "dh", "d_up", "d_down")
+    return compare(relu2_mlp, relu2_mlp_ref, [h, up, down], grad, (), names)
+
+
 def head(dtype, g, V, M, integer):
     """With rows of weight 0 whose target is no token; of int64 one that int32 cannot hold."""
     from nanomdlm.kernels import operations as kernels
@@ -349,6 +360,17 @@ def far_residual(launch):
     return first, shifts, dict(N=given["N"] + elements)
 
 
+def far_relu2(launch):
+    """Rows after many others: M is a multiple of the rows of a program."""
+    given = dict(zip(launch.names, launch.args, strict=True))
+    rows = import_module("nanomdlm.kernels.relu2").tiles(torch.bfloat16)[0]
+    programs = launch.grid[0] // -(-given["M"] // rows)  # of the same rows
+    first = beyond(rows * given["K"], 1)
+    shifts = {name: first * rows * given[n] for name, n in (("x", "K"), ("out", "N"), ("a", "N"))}
+    shifts = {name: shift for name, shift in shifts.items() if name in given}
+    return first * programs, shifts, dict(M=given["M"] + first * rows)
+
+
 def far_head(launch):
     """Rows after many others."""
     given = dict(zip(launch.names, launch.args, strict=True))
@@ -377,6 +399,7 @@ OUTPUTS = dict(
     prepare_kernel={"qk"},
     norm_conv_forward_kernel={"y", "r"},
     norm_conv_backward_kernel={"dx", "dw"},
+    relu2_kernel={"out"},
     residual_kernel={"out"},
     ce_chunk_kernel={"loss_ptr"},
     newton_schulz_kernel={"y"},
@@ -384,9 +407,9 @@ OUTPUTS = dict(
 IN_PLACE = dict(prepare_kernel={"dqkv"}, ce_chunk_kernel={"z_ptr"})
 UNWRITTEN = 0xA5  # each byte of what is only written, before a launch
 FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head, muon=far_muon)
-FAR |= {"residual": far_residual, "grouped attention": far_attention}
+FAR |= {"relu2": far_relu2, "residual": far_residual, "grouped attention": far_attention}
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking, muon=muon)
-CALLS |= {"residual": residual, "grouped attention": grouped_attention}
+CALLS |= {"relu2": relu2, "residual": residual, "grouped attention": grouped_attention}
 CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}
 
 
@@ -436,6 +459,9 @@ def calls():
     yield "convolution", "C=2048 K=8", (1, 9, 2048, 8, False, False), "slow"
     yield "residual", "C=96", (2, 19, 96, 0.2), "quick"
     yield "residual", "odd C", (1, 37, 67, 0.5), "slow"
+    yield "relu2", "C=48", (37, 48, 144), "quick"
+    yield "relu2", "C=64, whole tiles", (128, 64, 256), "slow"
+    yield "relu2", "C=80, two tiles each way", (150, 80, 160), "all"
     yield "head", "V=65", (65, 41, torch.int64), "slow"
     yield "head", "V=65, int32 targets", (65, 9, torch.int32), "all"
     yield "head", "V=1000", (1000, 9, torch.int64), "quick"
@@ -463,6 +489,7 @@ def calls():
     yield "far offsets", grouped, (grouped, *sizes), "slow"
     yield "far offsets", "convolution", ("convolution", 2, 19, 96, 5, False, True), "slow"
     yield "far offsets", "residual", ("residual", 1, 19, 96, 2**-16), "slow"
+    yield "far offsets", "relu2", ("relu2", 19, 48, 144), "slow"
     yield "far offsets", "head", ("head", 1000, 3, torch.int64), "slow"
     yield "far offsets", "muon", ("muon", 2, 32, 128), "slow"
     yield "training", "10 steps", (10,), "slow"
@@ -485,12 +512,12 @@ def all_cases():
 
 def rank(when, kind, name, dtype, arch):
     """When a case runs: bfloat16 on each GPU, the other types and the integers on one of them."""
-    has_products = kind in ("attention", "grouped attention", "muon", "training")
+    has_products = kind in ("attention", "grouped attention", "muon", "relu2", "training")
     main = arch if has_products or when == "quick" else 90
     if dtype != "bf16":
         main = 80 if dtype == "fp16" else 120
         is_typical = name in ("D=64 odd T", "D=64 blocks of 16, even T", "C=96 K=5", "V=1000")
-        is_typical |= name == "D=128 documents, window"
+        is_typical |= name in ("D=128 documents, window", "C=48")
         when = max(when, "slow" if is_typical else "all", key=ORDER.index)
     if arch != main:
         return when if has_products else "all"

@@ -215,6 +215,46 @@ residual.py: all programs drop the same
 -tl.program_id(0) * (TILE // 8) + tl.arange
 +tl.arange
 
+relu2.py: int32 offset: row of x
+-(tl.program_id(0) // n_tiles).to(tl.int64)
++(tl.program_id(0) // n_tiles)
+
+relu2.py: a column tile too few
+-n_tiles = tl.cdiv(N, TILE_N)
++n_tiles = N // TILE_N
+
+relu2.py: not squared
+-result = relu * relu
++result = relu
+
+relu2.py: negative numbers are squared
+-tl.where(z < 0, 0.0, z)
++z
+
+relu2.py: NaN becomes 0
+-tl.where(z < 0, 0.0, z)
++tl.maximum(z, 0.0)
+
+relu2.py: not doubled in backward
+-result = 2 * tl.sqrt
++result = tl.sqrt
+
+relu2.py: wrong stride: w in backward
+-w += TILE_K * N
++w += TILE_K * K
+
+relu2.py: no bound: what is beyond the end is read
+-mask=(rows[:, None] < n_rows) & (cols[None, :] < n_cols), other=0.0)
++mask=rows[:, None] < n_rows, other=0.0)
+
+relu2.py: no bound: rows are stored beyond the end
+-inside = None if EVEN else (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
++inside = None if EVEN else cols[None, :] < n_cols
+
+relu2.py: even if the last rows are no whole tile
+-is_even = M % TILE_M == 0 and N
++is_even = N
+
 grouped_attention.py: another head of keys
 -g = h // (H // G)
 +g = h % G
@@ -245,7 +285,7 @@ residual.py: what is kept is not scaled
 """
 KINDS = {"attention.py": "attention", "cross_entropy.py": "head", "masking.py": "masking"}
 KINDS |= {"convolution.py": "convolution", "residual.py": "residual"}
-KINDS |= {"grouped_attention.py": "grouped attention"}
+KINDS |= {"relu2.py": "relu2", "grouped_attention.py": "grouped attention"}
 
 
 def parse(text):

@@ -40,10 +40,10 @@ OPTIONS = ("num_warps", "num_stages")
 STRIDES = ("C", "K", "N", "limit", "n_rows", "q_stride", "k_stride", "v_stride")
 # The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
 # that need most registers and memory.
-ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|ward bf16|T=256 i64, documents"
-ONE += r"|64 x 384 bf16)$"
-MOST = r"(odd T, (documents|blocks)|C=2048 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?"
-MOST += r"|x 384 bf16)$"
+ONE = r"(bf16 even T(, epilogue)?|bf16 even sizes|V=50304 bf16|C=384 bf16|ward D=64 bf16|ward bf16"
+ONE += r"|T=256 i64, documents|64 x 384 bf16)$"
+MOST = r"(odd T, (documents|blocks)(, epilogue)?|C=2048 \w+, documents|V=50304 \w+"
+MOST += r"|T=8192 i64(, documents)?|x 384 bf16)$"
 
 
 @dataclasses.dataclass
@@ -167,14 +167,20 @@ def attention_cases():
         config |= dict(R=1 + (seen == ", blocks"), num_warps=warps, num_stages=stages)
         config |= {} if seen else dict(spans=None)
         config |= dict(PARTS=256 // N) if fused else {}
-        config = {n: v for n, v in config.items() if n in kernel.arg_names or n in OPTIONS}
-        types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
         main = (90,) if fused and D == 64 else ()
         if not fused and (dtype, D, even) == ("bf16", 64, seen != ", documents"):
             main = (90,) if seen else ARCHITECTURES
         name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
         name += f" D={D} {dtype} {'even' if even else 'odd'} T" + seen
-        yield Case(name, kernel, types, config, main=main)
+        has_epilogue = "cos" in kernel.arg_names
+        for more in (False, True)[: 1 + has_epilogue]:
+            types |= dict(cos="*fp32", sin="*fp32")
+            constants = config | (dict(NORM=True) if more else dict(NORM=False, cos=None, sin=None))
+            constants |= dict(EPS=at.EPS)
+            given = {*kernel.arg_names, *OPTIONS}
+            constants = {n: v for n, v in constants.items() if n in given}
+            left = {n: types.get(n, "i32") for n in kernel.arg_names if n not in constants}
+            yield Case(name + ", epilogue" * more, kernel, left, constants, main=main)
 
 
 def grouped_attention_cases():

@@ -105,6 +105,13 @@ def attention(dtype, g, B, T, H, D, seen, norm, rotation):
     return parts
 
 
+def attention_epilogue(dtype, g, *sizes):
+    """The same with the gradients of norm and rotation in the kernels of dQ, dK and dV."""
+    module = import_module("nanomdlm.kernels.attention")
+    with mock.patch.object(module, "EPILOGUE", True):
+        return attention(dtype, g, *sizes)
+
+
 def grouped_attention(dtype, g, B, T, H, G, D, seen, window):
     """H heads of queries on G heads of keys, slices of one tensor; window: 0 for none."""
     from nanomdlm.kernels import operations as kernels
@@ -329,6 +336,7 @@ def far_attention(launch):
     given = dict(zip(launch.names, launch.args, strict=True))
     if launch.kernel != "prepare_kernel":
         samples = beyond(tensors["lse"], 1)
+        tensors = {n: size for n, size in tensors.items() if n not in ("cos", "sin")}
         return samples * launch.grid[0], {n: samples * size for n, size in tensors.items()}, {}
     rows = 2048 // given["cos"].shape[1] // 2  # of a program
     D = 2 * given["cos"].shape[1]
@@ -407,8 +415,10 @@ OUTPUTS = dict(
 IN_PLACE = dict(prepare_kernel={"dqkv"}, ce_chunk_kernel={"z_ptr"})
 UNWRITTEN = 0xA5  # each byte of what is only written, before a launch
 FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head, muon=far_muon)
+FAR |= {"attention, epilogue": far_attention}
 FAR |= {"relu2": far_relu2, "residual": far_residual, "grouped attention": far_attention}
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking, muon=muon)
+CALLS |= {"attention, epilogue": attention_epilogue}
 CALLS |= {"relu2": relu2, "residual": residual, "grouped attention": grouped_attention}
 CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}
 
@@ -441,6 +451,14 @@ def calls():
         yield "attention", f"D={D} documents, odd T", (1, odd, 1, D, "documents", True, True), when
         yield "attention", f"D={D} blocks of 16, even T", (1, 128, 1, D, 16, whole, whole), size
         yield "attention", f"D={D} blocks of 15, odd T", (1, 150, 2, D, 15, True, True), "slow"
+    epilogue = "attention, epilogue"
+    yield epilogue, "D=64 odd T, short", (1, 43, 2, 64, None, True, True), "quick"
+    yield epilogue, "D=64 odd T", (1, 130, 2, 64, None, True, True), "slow"
+    yield epilogue, "D=64 even T", (1, 256, 2, 64, None, True, True), "slow"
+    yield epilogue, "D=32 documents, odd T", (1, 170, 2, 32, "documents", True, True), "slow"
+    yield epilogue, "D=64 blocks of 15, odd T", (1, 150, 2, 64, 15, True, True), "all"
+    yield epilogue, "D=32 norm alone", (1, 70, 2, 32, None, True, False), "all"
+    yield epilogue, "D=32 rotation alone", (1, 70, 2, 32, None, False, True), "all"
     # B, T, heads, heads of keys, D, documents or length of blocks, window
     grouped = "grouped attention"
     yield grouped, "D=128 documents, window", (1, 70, 2, 1, 128, "documents", 9), "quick"
@@ -485,6 +503,8 @@ def calls():
     yield "far offsets", "attention", ("attention", *sizes), "slow"
     sizes = (1, 70, 1, 64, None, True, True)  # on sm_90, the backward of one kernel
     yield "far offsets", "attention without spans", ("attention", *sizes), "slow"
+    sizes = (1, 70, 2, 64, None, True, True)
+    yield "far offsets", epilogue, (epilogue, *sizes), "slow"
     sizes = (1, 70, 2, 1, 128, "documents", 9)
     yield "far offsets", grouped, (grouped, *sizes), "slow"
     yield "far offsets", "convolution", ("convolution", 2, 19, 96, 5, False, True), "slow"
@@ -512,7 +532,8 @@ def all_cases():
 
 def rank(when, kind, name, dtype, arch):
     """When a case runs: bfloat16 on each GPU, the other types and the integers on one of them."""
-    has_products = kind in ("attention", "grouped attention", "muon", "relu2", "training")
+    has_products = kind in ("grouped attention", "muon", "relu2", "training")
+    has_products |= kind in ("attention", "attention, epilogue")
     main = arch if has_products or when == "quick" else 90
     if dtype != "bf16":
         main = 80 if dtype == "fp16" else 120

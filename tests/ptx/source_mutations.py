@@ -71,9 +71,13 @@ attention.py: wrong stride: V
 -v = _load(v_ptr, cols, 3 * H * D
 +v = _load(v_ptr, cols, 2 * H * D
 
-attention.py: wrong stride: dK
--_store(dqkv + H * D, cols, 3 * H * D
-+_store(dqkv + H * D, cols, 2 * H * D
+attention.py: wrong stride: dV
+-_store(dqkv + here + H * D, cols, 3 * H * D
++_store(dqkv + here + H * D, cols, 2 * H * D
+
+attention.py: wrong stride: dQ and dK
+-_store(dqkv, rows, 3 * H * D, T, d, D
++_store(dqkv, rows, 2 * H * D, T, d, D
 
 attention.py: wrong stride: heads of delta
 -line = (b * H + h) * T
@@ -138,10 +142,30 @@ attention.py: rotated the other way in backward
 +g2 = d2 * c + d1 * s
 
 attention.py: dK and dV before delta
--_run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
--    _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
-+_run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
-+    _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
+-_run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans, **more)
+-    _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans, **more)
++_run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans, **more)
++    _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans, **more)
+
+attention.py: epilogue: the norm of q for that of k
+-qkv + here, cols, T, dk
++qkv + here - H * D, cols, T, dk
+
+attention.py: epilogue: angles of the next position
+-_angles(cos, sin, rows, inside, HALF)
++_angles(cos, sin, rows + 1, inside, HALF)
+
+attention.py: epilogue: the other half
+-d1, d2 = tl.split
++d2, d1 = tl.split
+
+attention.py: epilogue: no mask: rows are stored beyond the end
+-tl.store(dqkv + at, g1.to(dqkv.dtype.element_ty), mask=inside)
++tl.store(dqkv + at, g1.to(dqkv.dtype.element_ty))
+
+attention.py: the mean is not taken out
+-g2 = root * (g2 - x2 * mean)
++g2 = root * g2
 
 cross_entropy.py: no barrier before the target's dz
 -tl.debug_barrier()

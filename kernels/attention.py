@@ -324,11 +324,11 @@ def attention_dkdv_kernel(
     """Compute dK and dV for a tile of keys. Results of keys beyond the end are not stored."""
     cols, b, h = _place(T, H, TILE_N)
     qk += N * b * T * H * D + h * D
-    v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
+    here = 3 * b * T * H * D + (H + h) * D  # of this head's keys, in qkv
     grad += b * T * H * D + h * D
     line = (b * H + h) * T
     k = _load(qk + H * D, cols, N * H * D, T, D, EVEN)
-    v = _load(v_ptr, cols, 3 * H * D, T, D, EVEN)
+    v = _load(qkv + here + H * D, cols, 3 * H * D, T, D, EVEN)
     dk = tl.zeros((TILE_N, D), tl.float32)
     dv = tl.zeros((TILE_N, D), tl.float32)
     for r in tl.static_range(R):
@@ -347,9 +347,8 @@ def attention_dkdv_kernel(
             dl = tl.load(delta + line + rows, mask=rows < T, other=0.0)
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             dk = tl.dot((p * (dp - dl[None, :])).to(q.dtype), q, dk, input_precision="ieee")
-    here = 3 * b * T * H * D + (H + h) * D
-    _store(dqkv + here + H * D, cols, 3 * H * D, T, dv, D, EVEN)
     _store_gradient(dqkv + here, qkv + here, cols, T, dk * scale, cos, sin, EPS, H, D, NORM, EVEN)
+    _store(dqkv + here + H * D, cols, 3 * H * D, T, dv, D, EVEN)
 
 
 @jit

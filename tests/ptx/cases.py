@@ -477,9 +477,9 @@ def calls():
     yield "convolution", "C=2048 K=8", (1, 9, 2048, 8, False, False), "slow"
     yield "residual", "C=96", (2, 19, 96, 0.2), "quick"
     yield "residual", "odd C", (1, 37, 67, 0.5), "slow"
-    yield "relu2", "C=48", (37, 48, 144), "quick"
-    yield "relu2", "C=64, whole tiles", (128, 64, 256), "slow"
-    yield "relu2", "C=80, two tiles each way", (150, 80, 160), "all"
+    yield "relu2", "C=80", (37, 80, 144), "quick"
+    yield "relu2", "C=320, whole tiles", (128, 320, 128), "slow"
+    yield "relu2", "C=48, two tiles each way", (150, 48, 160), "all"
     yield "head", "V=65", (65, 41, torch.int64), "slow"
     yield "head", "V=65, int32 targets", (65, 9, torch.int32), "all"
     yield "head", "V=1000", (1000, 9, torch.int64), "quick"
@@ -538,7 +538,7 @@ def rank(when, kind, name, dtype, arch):
     if dtype != "bf16":
         main = 80 if dtype == "fp16" else 120
         is_typical = name in ("D=64 odd T", "D=64 blocks of 16, even T", "C=96 K=5", "V=1000")
-        is_typical |= name in ("D=128 documents, window", "C=48")
+        is_typical |= name in ("D=128 documents, window", "C=80")
         when = max(when, "slow" if is_typical else "all", key=ORDER.index)
     if arch != main:
         return when if has_products else "all"

@@ -25,6 +25,7 @@ whole head.
 Q, K and V are read in place from the packed (B, T, 3, H, D); their gradients are written to one
 buffer of that shape. If Q and K are normalized or rotated first, prepare_kernel writes the results
 to a buffer qk, and in backward turns the gradients of qk into those of Q and K. V is not copied.
+The kernels of dQ, dK and dV can do the latter before they store dQ and dK (EPILOGUE).
 
 The kernels support heads of 32 and 64. For wider heads, PyTorch has the fast kernel of cuDNN, and
 grouped_attention.py has kernels for 128 and for fewer heads of keys than of queries.
@@ -49,6 +50,9 @@ MAX_OURS = 1024  # T up to which a layer is faster with these than with cuDNN (r
 # T up to which one kernel computes the whole backward on Hopper, at most 256. 0: none, because it
 # has not been timed (studies/fused_backward.py).
 FUSED_T = 0
+# Whether the kernels of dQ, dK and dV also compute the gradients of normalization and rotation, in
+# place of prepare_kernel: a launch and a rounding less. It has not been timed, either.
+EPILOGUE = False
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = torch.finfo(torch.float32).eps  # that of F.rms_norm, which computes in float32
 
@@ -110,12 +114,87 @@ def _inside(start, end, at):
     return (start[:, None] <= at[None, :]) & (at[None, :] < end[:, None])
 
 
+# ---- Normalization and rotation of queries and keys, and their gradients
+# In halves (M, D/2) of rows: the halves x1, x2 of a normalized row are rotated together (see
+# reference.rotate):
+#
+#     y1 = c x1 - s x2,    y2 = c x2 + s x1
+@jit
+def _normalized(ptr, at, inside, EPS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+    """Load the halves of rows, the first ones from ptr + at; return x1, x2 and 1 / RMS (M, 1)."""
+    x1 = tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(ptr + at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    root = tl.full((at.shape[0], 1), 1.0, tl.float32)
+    if NORM:
+        root = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / D + EPS)[:, None]
+    return x1 * root, x2 * root, root
+
+
+@jit
+def _angles(cos, sin, at, inside, HALF: tl.constexpr):
+    """Return the cosines and sines (M, HALF) of positions `at` (M,): of angle 0 without tables."""
+    c = tl.full((at.shape[0], HALF), 1.0, tl.float32)
+    s = tl.full((at.shape[0], HALF), 0.0, tl.float32)
+    if cos is not None:
+        angle = at[:, None] * HALF + tl.arange(0, HALF)[None, :]  # place in the tables (T, HALF)
+        c = tl.load(cos + angle, mask=inside, other=0.0)
+        s = tl.load(sin + angle, mask=inside, other=0.0)
+    return c, s
+
+
+@jit
+def _unprepared(d1, d2, x1, x2, root, c, s, D: tl.constexpr, NORM: tl.constexpr):
+    """Return the gradients of the halves of q or k from those of qk, d1 and d2."""
+    g1 = d1 * c + d2 * s  # rotated back
+    g2 = d2 * c - d1 * s
+    if NORM:  # dx = (g - x mean(g x)) / RMS, with x the normalized row
+        mean = tl.sum(g1 * x1 + g2 * x2, 1)[:, None] / D
+        g1 = root * (g1 - x1 * mean)
+        g2 = root * (g2 - x2 * mean)
+    return g1, g2
+
+
+@jit
+def _store_gradient(
+    dqkv,
+    qkv,
+    rows,
+    T,
+    d,
+    cos,
+    sin,
+    EPS: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    NORM: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Store d (M, D), the gradient of rows of qk, as that of q or k if NORM or tables are given.
+
+    dqkv, qkv: at the first row of this head of q or k
+    """
+    if NORM or cos is not None:
+        HALF: tl.constexpr = D // 2
+        d1, d2 = tl.split(tl.trans(tl.reshape(d, (d.shape[0], 2, HALF)), (0, 2, 1)))
+        inside = rows[:, None] < T
+        at = rows[:, None] * (3 * H * D) + tl.arange(0, HALF)[None, :]
+        x1, x2, root = _normalized(qkv, at, inside, EPS, D, NORM)
+        c, s = _angles(cos, sin, rows, inside, HALF)
+        g1, g2 = _unprepared(d1, d2, x1, x2, root, c, s, D, NORM)
+        tl.store(dqkv + at, g1.to(dqkv.dtype.element_ty), mask=inside)
+        tl.store(dqkv + at + HALF, g2.to(dqkv.dtype.element_ty), mask=inside)
+    else:
+        _store(dqkv, rows, 3 * H * D, T, d, D, EVEN)
+
+
 # ---- Kernels
 # qkv: (B, T, 3, H, D); out and grad: (B, T, H, D); lse and delta: (B, H, T)
 # qk: normalized and rotated queries and keys (B, T, 2, H, D); without that it is qkv itself
 # N: 2 if qk is a buffer of its own, 3 if it is qkv: the size of its third dimension
 # spans: None or (B, 2, T) of documents, with R = 1; (1, 8, T) of blocks, with R = 2
 # R: number of ranges that a row sees
+# cos, sin, EPS, NORM of backward: those of prepare_kernel if dQ and dK are to be the gradients of q
+# and k; without them, they are those of qk
 @jit
 def attention_forward_kernel(
     qk,
@@ -183,6 +262,10 @@ def attention_dq_kernel(
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
     R: tl.constexpr,
+    cos=None,
+    sin=None,
+    EPS: tl.constexpr = EPS,
+    NORM: tl.constexpr = False,
 ):
     """Compute dQ for a tile of queries, and delta, which attention_dkdv_kernel reads."""
     rows, b, h = _place(T, H, TILE_M)
@@ -211,7 +294,8 @@ def attention_dq_kernel(
                 p = tl.where(cols[None, :] < T, p, 0.0)
             dp = tl.dot(do, tl.trans(v), input_precision="ieee")
             dq = tl.dot((p * (dp - dl[:, None])).to(k.dtype), k, dq, input_precision="ieee")
-    _store(dqkv + 3 * b * T * H * D + h * D, rows, 3 * H * D, T, dq * scale, D, EVEN)
+    here = 3 * b * T * H * D + h * D
+    _store_gradient(dqkv + here, qkv + here, rows, T, dq * scale, cos, sin, EPS, H, D, NORM, EVEN)
 
 
 @jit
@@ -232,15 +316,19 @@ def attention_dkdv_kernel(
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
     R: tl.constexpr,
+    cos=None,
+    sin=None,
+    EPS: tl.constexpr = EPS,
+    NORM: tl.constexpr = False,
 ):
     """Compute dK and dV for a tile of keys. Results of keys beyond the end are not stored."""
     cols, b, h = _place(T, H, TILE_N)
     qk += N * b * T * H * D + h * D
-    v_ptr = qkv + 3 * b * T * H * D + (2 * H + h) * D
+    here = 3 * b * T * H * D + (H + h) * D  # of this head's keys, in qkv
     grad += b * T * H * D + h * D
     line = (b * H + h) * T
     k = _load(qk + H * D, cols, N * H * D, T, D, EVEN)
-    v = _load(v_ptr, cols, 3 * H * D, T, D, EVEN)
+    v = _load(qkv + here + H * D, cols, 3 * H * D, T, D, EVEN)
     dk = tl.zeros((TILE_N, D), tl.float32)
     dv = tl.zeros((TILE_N, D), tl.float32)
     for r in tl.static_range(R):
@@ -259,9 +347,8 @@ def attention_dkdv_kernel(
             dl = tl.load(delta + line + rows, mask=rows < T, other=0.0)
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")
             dk = tl.dot((p * (dp - dl[None, :])).to(q.dtype), q, dk, input_precision="ieee")
-    dqkv += 3 * b * T * H * D + h * D
-    _store(dqkv + H * D, cols, 3 * H * D, T, dk * scale, D, EVEN)
-    _store(dqkv + 2 * H * D, cols, 3 * H * D, T, dv, D, EVEN)
+    _store_gradient(dqkv + here, qkv + here, cols, T, dk * scale, cos, sin, EPS, H, D, NORM, EVEN)
+    _store(dqkv + here + H * D, cols, 3 * H * D, T, dv, D, EVEN)
 
 
 @jit
@@ -372,9 +459,7 @@ def prepare_kernel(
     Forward: from q and k in qkv to qk. Backward: in dqkv, the gradients of qk are replaced by those
     of q and k; what they depend on is computed again from qkv. A program processes ROWS of the
     n_rows = B T 2 H rows (D,), in the order of qk: the queries of all heads of a token, then its
-    keys. The two halves x1, x2 of a normalized row are rotated together (see reference.rotate):
-
-        y1 = c x1 - s x2,    y2 = c x2 + s x1
+    keys.
     """
     HALF: tl.constexpr = D // 2
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # rows
@@ -382,28 +467,12 @@ def prepare_kernel(
     inside = (i < n_rows)[:, None]
     token = i // (2 * H)
     at = ((token * 3 * H + i % (2 * H)) * D)[:, None] + j[None, :]  # of first halves, in qkv
-    x1 = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(qkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    root = tl.full((ROWS, 1), 1.0, tl.float32)
-    if NORM:
-        root = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / D + EPS)[:, None]
-    x1 *= root
-    x2 *= root
-    c = tl.full((ROWS, HALF), 1.0, tl.float32)  # the angle 0, without tables
-    s = tl.full((ROWS, HALF), 0.0, tl.float32)
-    if cos is not None:
-        angle = (token % T)[:, None] * HALF + j[None, :]  # place in the tables (T, HALF)
-        c = tl.load(cos + angle, mask=inside, other=0.0)
-        s = tl.load(sin + angle, mask=inside, other=0.0)
+    x1, x2, root = _normalized(qkv, at, inside, EPS, D, NORM)
+    c, s = _angles(cos, sin, token % T, inside, HALF)
     if BACKWARD:
         d1 = tl.load(dqkv + at, mask=inside, other=0.0).to(tl.float32)
         d2 = tl.load(dqkv + at + HALF, mask=inside, other=0.0).to(tl.float32)
-        g1 = d1 * c + d2 * s  # rotated back
-        g2 = d2 * c - d1 * s
-        if NORM:  # dx = (g - x mean(g x)) / RMS, with x the normalized row
-            mean = tl.sum(g1 * x1 + g2 * x2, 1)[:, None] / D
-            g1 = root * (g1 - x1 * mean)
-            g2 = root * (g2 - x2 * mean)
+        g1, g2 = _unprepared(d1, d2, x1, x2, root, c, s, D, NORM)
         tl.store(dqkv + at, g1.to(dqkv.dtype.element_ty), mask=inside)
         tl.store(dqkv + at + HALF, g2.to(dqkv.dtype.element_ty), mask=inside)
     else:
@@ -437,10 +506,11 @@ def tiles(kernel, dtype, D, T=0, has_spans=False):
     return (128, 64, 8, 3) if T > 512 and D == 64 else (64, 64, 4, 3)
 
 
-def _run(kernel, qk, qkv, tensors, spans):
+def _run(kernel, qk, qkv, tensors, spans, **more):
     """Launch a kernel with one program for each tile of rows, head and sample.
 
     qk: (B, T, 2, H, D), or qkv if queries and keys are not prepared
+    more: cos, sin and NORM, for gradients of q and k in place of those of qk
     """
     B, T, _, H, D = qkv.shape
     M, N, warps, stages = tiles(kernel, qkv.dtype, D, T, spans is not None)
@@ -450,7 +520,7 @@ def _run(kernel, qk, qkv, tensors, spans):
     constants["R"] = 1 if spans is None else max(1, spans.shape[1] // 4)
     args = (qk, qkv, *tensors, spans, T, D**-0.5)
     grid = (triton.cdiv(T, tile) * B * H,)
-    launch(kernel, grid, *args, **constants, num_warps=warps, num_stages=stages)
+    launch(kernel, grid, *args, **constants, **more, num_warps=warps, num_stages=stages)
 
 
 def _run_fused(qk, qkv, tensors):
@@ -517,13 +587,13 @@ def _fake(qkv, cos, sin, qk_norm, spans):
     return qkv.new_empty((B, T, H, D)), qkv.new_empty((B, H, T), dtype=torch.float32), qk
 
 
-def _backward_of_two(qk, qkv, grad, out, lse, dqkv, spans):
-    """Launch the kernels of dQ, and of dK and dV."""
+def _backward_of_two(qk, qkv, grad, out, lse, dqkv, spans, **more):
+    """Launch the kernels of dQ, and of dK and dV; more: of _run."""
     both = (qk, qkv)
     # The order matters: the first kernel writes delta, the second reads it.
     delta = torch.empty_like(lse)
-    _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
-    _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
+    _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans, **more)
+    _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans, **more)
 
 
 def _backward(grad, qkv, cos, sin, qk_norm, spans, out, lse, qk):
@@ -533,11 +603,13 @@ def _backward(grad, qkv, cos, sin, qk_norm, spans, out, lse, qk):
     dqkv = qkv.new_empty(qkv.shape)
     if dqkv.numel():
         both = (qk if len(qk) else qkv, qkv)
+        has_epilogue = EPILOGUE and not _fuses(qkv, spans)
         if _fuses(qkv, spans):
             _run_fused(*both, (grad, out, lse, dqkv))
         else:
-            _backward_of_two(*both, grad, out, lse, dqkv, spans)
-        if len(qk):
+            more = dict(cos=cos, sin=sin, NORM=qk_norm) if has_epilogue else {}
+            _backward_of_two(*both, grad, out, lse, dqkv, spans, **more)
+        if len(qk) and not has_epilogue:
             _prepare(qkv, None, dqkv, cos, sin, qk_norm)
     return dqkv
 

@@ -345,6 +345,19 @@ def residual_dropout_ref(
     return (x.to(wide) + value).to(torch.promote_types(x.dtype, y.dtype))
 
 
+# ---- MLP
+def relu2_mlp_ref(h: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Compute an MLP with ReLU^2 (Primer, So et al., 2109.08668): relu(h up^T)^2 down^T.
+
+    h     (..., C) features
+    up    (F, C) weights of the first layer
+    down  (C, F) weights of the second layer; it may have another number of rows
+
+    Returns (..., C) in the dtype of h, or in that of autocast.
+    """
+    return F.linear(F.linear(h, up).relu().square(), down)
+
+
 # ---- Attention
 
 

@@ -10,7 +10,7 @@
 #
 # The first call asks (seconds on an H100, estimated, behind each part below): do the kernels compute
 # what float64 computes (smoke; if not, nothing else is run), what takes the time of a step (profile),
-# do the kernels that wait for it help (residual, backward, muon; those that do become the default), is
+# do the kernels that wait for it help (residual, relu2, backward, muon; those that do become the default), is
 # torch.compile needed (step), where do a run's other seconds go (start), what does sampling cost
 # (generate), how fast is PyTorch at its best (baselines), what do networks of others cost
 # (pretrained), what does our attention gain there (grouped), 124 M parameters (gpt2), are steps the
@@ -28,7 +28,7 @@ if [ $# -gt 0 ]; then
     echo "gpu.sh takes no arguments, but: PARTS, LIMIT, OUT, TEXT, NANOGPT, PYTHON, CACHES, REHEARSAL in the environment" >&2
     exit 2
 fi
-first="smoke profile residual backward muon step start generate baselines pretrained grouped gpt2 repeat cubins peers"
+first="smoke profile residual relu2 backward muon step start generate baselines pretrained grouped gpt2 repeat cubins peers"
 others="train whole nanogpt tiles ops alike large tests record shards"
 PARTS=${PARTS:-$first}
 if [ -z "${PARTS// /}" ]; then
@@ -128,7 +128,8 @@ if [[ " $PARTS " == *" smoke "* ]]; then
 fi
 bench profile 50 profile --preset=gpu                    # 15
 part residual 40 "$python" studies/residual.py           # 20
-part backward 50 "$python" studies/fused_backward.py     # 30
+part relu2 60 "$python" studies/relu2.py                 # 40
+part backward 60 "$python" studies/fused_backward.py     # 35
 part muon 60 "$python" studies/newton_schulz.py          # 40
 ask step 60 --seconds=1                                  # 30
 ask start 120                                            # 80

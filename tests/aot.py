@@ -37,13 +37,13 @@ SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(CONSUMER
 TYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 OPTIONS = ("num_warps", "num_stages")
 # Numbers that usually divide by 16.
-STRIDES = ("C", "N", "limit", "n_rows", "q_stride", "k_stride", "v_stride")
+STRIDES = ("C", "K", "N", "limit", "n_rows", "q_stride", "k_stride", "v_stride")
 # The ends of names of cases: of the main ones for sm_90 one of each kernel, and of all cases those
 # that need most registers and memory.
-ONE = r"(bf16 even T|V=50304 bf16|C=384 bf16|ward D=64 bf16|ward bf16|T=256 i64, documents"
-ONE += r"|64 x 384 bf16)$"
-MOST = r"(odd T, (documents|blocks)|C=2048 \w+, documents|V=50304 \w+|T=8192 i64(, documents)?"
-MOST += r"|x 384 bf16)$"
+ONE = r"(bf16 even T(, epilogue)?|bf16 even sizes|V=50304 bf16|C=384 bf16|ward D=64 bf16|ward bf16"
+ONE += r"|T=256 i64, documents|64 x 384 bf16)$"
+MOST = r"(odd T, (documents|blocks)(, epilogue)?|C=2048 \w+, documents|V=50304 \w+"
+MOST += r"|T=8192 i64(, documents)?|x 384 bf16)$"
 
 
 @dataclasses.dataclass
@@ -121,6 +121,21 @@ def residual_cases():
         yield Case(name, residual.residual_kernel, types, config, main=main)
 
 
+def relu2_cases():
+    """Rows that are whole tiles, as in training, and any others; float16 is like bfloat16."""
+    relu2 = import_module("nanomdlm.kernels.relu2")
+    for dtype, backward, even in itertools.product(("bf16", "fp32"), (False, True), (True, False)):
+        M, N, K, warps, stages = relu2.tiles(TYPES[dtype])
+        types = dict.fromkeys(("x", "w", "a", "out"), f"*{dtype}") | dict.fromkeys("MNK", "i32")
+        config = dict(TILE_M=M, TILE_N=N, TILE_K=K, EVEN=even, num_warps=warps, num_stages=stages)
+        config |= {} if backward else dict(a=None)
+        types = {n: kind for n, kind in types.items() if n not in config}
+        main = ARCHITECTURES if (dtype, even) == ("bf16", True) else ()
+        name = f"ReLU^2, {'backward' if backward else 'forward'} {dtype}"
+        name += f" {'even' if even else 'odd'} sizes"
+        yield Case(name, relu2.relu2_kernel, types, config, main=main)
+
+
 def attention_cases():
     """float16 has the tiles of bfloat16."""
     at = import_module("nanomdlm.kernels.attention")
@@ -152,14 +167,20 @@ def attention_cases():
         config |= dict(R=1 + (seen == ", blocks"), num_warps=warps, num_stages=stages)
         config |= {} if seen else dict(spans=None)
         config |= dict(PARTS=256 // N) if fused else {}
-        config = {n: v for n, v in config.items() if n in kernel.arg_names or n in OPTIONS}
-        types = {n: types.get(n, "i32") for n in kernel.arg_names if n not in config}
         main = (90,) if fused and D == 64 else ()
         if not fused and (dtype, D, even) == ("bf16", 64, seen != ", documents"):
             main = (90,) if seen else ARCHITECTURES
         name = kernel.fn.__name__.removesuffix("_kernel").replace("_", " ")
         name += f" D={D} {dtype} {'even' if even else 'odd'} T" + seen
-        yield Case(name, kernel, types, config, main=main)
+        has_epilogue = "cos" in kernel.arg_names
+        for more in (False, True)[: 1 + has_epilogue]:
+            types |= dict(cos="*fp32", sin="*fp32")
+            constants = config | (dict(NORM=True) if more else dict(NORM=False, cos=None, sin=None))
+            constants |= dict(EPS=at.EPS)
+            given = {*kernel.arg_names, *OPTIONS}
+            constants = {n: v for n, v in constants.items() if n in given}
+            left = {n: types.get(n, "i32") for n in kernel.arg_names if n not in constants}
+            yield Case(name + ", epilogue" * more, kernel, left, constants, main=main)
 
 
 def grouped_attention_cases():
@@ -198,7 +219,7 @@ def variants(case):
     numbers = {n for n, kind in case.types.items() if kind == "i32"}
     numbers -= {p.name for p in case.kernel.params if p.do_not_specialize}
     memory = {n for n, kind in case.types.items() if kind.startswith("*")}
-    always = ({"limit"} & numbers) | ({"T"} if case.config.get("EVEN") else set())
+    always = ({"limit"} & numbers) | ({"T", "M"} & numbers if case.config.get("EVEN") else set())
     usual = always | memory | (numbers & set(STRIDES))
     yield dataclasses.replace(case, aligned=frozenset(usual))
     alone = ("mask_kernel", "newton_schulz_kernel")  # the second copies what is not aligned
@@ -228,6 +249,7 @@ def cases(arch, which="--main"):
     The rare ones are on sm_90 only, as they take long.
     """
     makers = (masking_cases, head_cases, convolution_cases, residual_cases, attention_cases)
+    makers += (relu2_cases,)
     chosen = [c for make in (*makers, grouped_attention_cases, muon_cases) for c in make()]
     if arch != 90:
         some = ("bf16", "T=8192", *(["fp32 even"] if arch == 80 else []))  # it has least memory

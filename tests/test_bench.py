@@ -493,12 +493,13 @@ def test_a_classifier_tells_what_differs_and_nothing_else():
 REHEARSED = [
     ("newton_schulz.py", "singular values"),
     ("residual.py", ""),
+    ("relu2.py", "8 warps"),
     ("gpu.py generate", "Llama, 2 x 32"),
     ("gpu.py repeat", "equal to the bit: True"),
 ]
 
 
-@pytest.mark.parametrize("program, said", tiers(REHEARSED, slow=REHEARSED[:3]))
+@pytest.mark.parametrize("program, said", tiers(REHEARSED, slow=REHEARSED[:4]))
 def test_what_a_gpu_is_asked_runs_without_one(program, said):
     """A rehearsal: the prototypes in the emulator, the studies on a CPU with tiny sizes."""
     command = [sys.executable, *f"studies/{program}".split()]

@@ -96,6 +96,33 @@ def test_two_kernels_compute_the_backward_of_short_rows_as_well(T, monkeypatch):
     check(qkv, grad, cos, sin, True)
 
 
+EPILOGUES = [(1, 32, None), (64, 64, None), (111, 32, "documents"), (86, 64, "blocks")]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about rows that are never stored
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("T", "D", "seen"),
+    tiers([(35, 64, None), *EPILOGUES, (257, 32, None)], [(35, 64, None)], EPILOGUES),
+)
+def test_gradients_of_norm_and_rotation_in_epilogues(T, D, seen, dtype, monkeypatch):
+    """Each alone and both, in the kernels of dQ, dK and dV: prepare_kernel runs forward alone."""
+    monkeypatch.setattr(MODULE, "EPILOGUE", True)
+    monkeypatch.setattr(MODULE, "FUSED_T", 0)
+    qkv, grad, cos, sin = draw(1 + (T > 35), T, 2, D, dtype)
+    spans = dict(documents=split(len(qkv), T), blocks=block_spans(T // 2, 16, DEVICE)).get(seen)
+    for prepared in ((cos, sin, True), (cos, sin, False), (None, None, True)):
+        check(qkv, grad, *prepared, False, spans)
+        assert launch.LAUNCHES["prepare_kernel"] == 1
+    check(qkv, grad)
+
+
+def test_the_kernel_for_short_rows_has_no_epilogue(monkeypatch):
+    monkeypatch.setattr(MODULE, "EPILOGUE", True)
+    qkv, grad, cos, sin = draw(1, 33, 1, 32, HALF)
+    check(qkv, grad, cos, sin, True)
+
+
 @pytest.mark.parametrize(("T", "D"), [(1, 32), (128, 32), (130, 64), (256, 64), (256, 32)])
 def test_one_row_even_blocks_several_blocks(T, D):
     qkv, grad, cos, sin = draw(1, T, 1, D, HALF)

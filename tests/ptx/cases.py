@@ -105,6 +105,13 @@ def attention(dtype, g, B, T, H, D, seen, norm, rotation):
     return parts
 
 
+def attention_epilogue(dtype, g, *sizes):
+    """The same with the gradients of norm and rotation in the kernels of dQ, dK and dV."""
+    module = import_module("nanomdlm.kernels.attention")
+    with mock.patch.object(module, "EPILOGUE", True):
+        return attention(dtype, g, *sizes)
+
+
 def grouped_attention(dtype, g, B, T, H, G, D, seen, window):
     """H heads of queries on G heads of keys, slices of one tensor; window: 0 for none."""
     from nanomdlm.kernels import operations as kernels
@@ -160,6 +167,17 @@ def residual(dtype, g, B, T, C, p):
     for name, (ours, plain, _) in list(found.items()):
         found[f"{name} is 0"] = (ours == 0, plain == 0, plain == 0)
     return found
+
+
+def relu2(dtype, g, M, C, F):
+    from nanomdlm.kernels.reference import relu2_mlp_ref
+    from nanomdlm.kernels.relu2 import relu2_mlp
+
+    h, grad = (torch.randn(M, C, generator=g).to(dtype) for _ in range(2))
+    up = (torch.randn(F, C, generator=g) / C**0.5).to(dtype)
+    down = (torch.randn(C, F, generator=g) / F**0.5).to(dtype)
+    names = ("y", "dh", "d_up", "d_down")
+    return compare(relu2_mlp, relu2_mlp_ref, [h, up, down], grad, (), names)
 
 
 def head(dtype, g, V, M, integer):
@@ -318,6 +336,7 @@ def far_attention(launch):
     given = dict(zip(launch.names, launch.args, strict=True))
     if launch.kernel != "prepare_kernel":
         samples = beyond(tensors["lse"], 1)
+        tensors = {n: size for n, size in tensors.items() if n not in ("cos", "sin")}
         return samples * launch.grid[0], {n: samples * size for n, size in tensors.items()}, {}
     rows = 2048 // given["cos"].shape[1] // 2  # of a program
     D = 2 * given["cos"].shape[1]
@@ -349,6 +368,17 @@ def far_residual(launch):
     return first, shifts, dict(N=given["N"] + elements)
 
 
+def far_relu2(launch):
+    """Rows after many others: M is a multiple of the rows of a program."""
+    given = dict(zip(launch.names, launch.args, strict=True))
+    rows = import_module("nanomdlm.kernels.relu2").tiles(torch.bfloat16)[0]
+    programs = launch.grid[0] // -(-given["M"] // rows)  # of the same rows
+    first = beyond(rows * given["K"], 1)
+    shifts = {name: first * rows * given[n] for name, n in (("x", "K"), ("out", "N"), ("a", "N"))}
+    shifts = {name: shift for name, shift in shifts.items() if name in given}
+    return first * programs, shifts, dict(M=given["M"] + first * rows)
+
+
 def far_head(launch):
     """Rows after many others."""
     given = dict(zip(launch.names, launch.args, strict=True))
@@ -377,6 +407,7 @@ OUTPUTS = dict(
     prepare_kernel={"qk"},
     norm_conv_forward_kernel={"y", "r"},
     norm_conv_backward_kernel={"dx", "dw"},
+    relu2_kernel={"out"},
     residual_kernel={"out"},
     ce_chunk_kernel={"loss_ptr"},
     newton_schulz_kernel={"y"},
@@ -384,9 +415,11 @@ OUTPUTS = dict(
 IN_PLACE = dict(prepare_kernel={"dqkv"}, ce_chunk_kernel={"z_ptr"})
 UNWRITTEN = 0xA5  # each byte of what is only written, before a launch
 FAR = dict(attention=far_attention, convolution=far_convolution, head=far_head, muon=far_muon)
-FAR |= {"residual": far_residual, "grouped attention": far_attention}
+FAR |= {"attention, epilogue": far_attention}
+FAR |= {"relu2": far_relu2, "residual": far_residual, "grouped attention": far_attention}
 CALLS = dict(attention=attention, convolution=convolution, head=head, masking=masking, muon=muon)
-CALLS |= {"residual": residual, "grouped attention": grouped_attention}
+CALLS |= {"attention, epilogue": attention_epilogue}
+CALLS |= {"relu2": relu2, "residual": residual, "grouped attention": grouped_attention}
 CALLS |= {"head, wrong target": wrong_target, "far offsets": far, "training": training}
 
 
@@ -418,6 +451,14 @@ def calls():
         yield "attention", f"D={D} documents, odd T", (1, odd, 1, D, "documents", True, True), when
         yield "attention", f"D={D} blocks of 16, even T", (1, 128, 1, D, 16, whole, whole), size
         yield "attention", f"D={D} blocks of 15, odd T", (1, 150, 2, D, 15, True, True), "slow"
+    epilogue = "attention, epilogue"
+    yield epilogue, "D=64 odd T, short", (1, 43, 2, 64, None, True, True), "quick"
+    yield epilogue, "D=64 odd T", (1, 130, 2, 64, None, True, True), "slow"
+    yield epilogue, "D=64 even T", (1, 256, 2, 64, None, True, True), "slow"
+    yield epilogue, "D=32 documents, odd T", (1, 170, 2, 32, "documents", True, True), "slow"
+    yield epilogue, "D=64 blocks of 15, odd T", (1, 150, 2, 64, 15, True, True), "all"
+    yield epilogue, "D=32 norm alone", (1, 70, 2, 32, None, True, False), "all"
+    yield epilogue, "D=32 rotation alone", (1, 70, 2, 32, None, False, True), "all"
     # B, T, heads, heads of keys, D, documents or length of blocks, window
     grouped = "grouped attention"
     yield grouped, "D=128 documents, window", (1, 70, 2, 1, 128, "documents", 9), "quick"
@@ -436,6 +477,9 @@ def calls():
     yield "convolution", "C=2048 K=8", (1, 9, 2048, 8, False, False), "slow"
     yield "residual", "C=96", (2, 19, 96, 0.2), "quick"
     yield "residual", "odd C", (1, 37, 67, 0.5), "slow"
+    yield "relu2", "C=80", (37, 80, 144), "quick"
+    yield "relu2", "C=320, whole tiles", (128, 320, 128), "slow"
+    yield "relu2", "C=48, two tiles each way", (150, 48, 160), "all"
     yield "head", "V=65", (65, 41, torch.int64), "slow"
     yield "head", "V=65, int32 targets", (65, 9, torch.int32), "all"
     yield "head", "V=1000", (1000, 9, torch.int64), "quick"
@@ -459,10 +503,13 @@ def calls():
     yield "far offsets", "attention", ("attention", *sizes), "slow"
     sizes = (1, 70, 1, 64, None, True, True)  # on sm_90, the backward of one kernel
     yield "far offsets", "attention without spans", ("attention", *sizes), "slow"
+    sizes = (1, 70, 2, 64, None, True, True)
+    yield "far offsets", epilogue, (epilogue, *sizes), "slow"
     sizes = (1, 70, 2, 1, 128, "documents", 9)
     yield "far offsets", grouped, (grouped, *sizes), "slow"
     yield "far offsets", "convolution", ("convolution", 2, 19, 96, 5, False, True), "slow"
     yield "far offsets", "residual", ("residual", 1, 19, 96, 2**-16), "slow"
+    yield "far offsets", "relu2", ("relu2", 19, 48, 144), "slow"
     yield "far offsets", "head", ("head", 1000, 3, torch.int64), "slow"
     yield "far offsets", "muon", ("muon", 2, 32, 128), "slow"
     yield "training", "10 steps", (10,), "slow"
@@ -485,12 +532,13 @@ def all_cases():
 
 def rank(when, kind, name, dtype, arch):
     """When a case runs: bfloat16 on each GPU, the other types and the integers on one of them."""
-    has_products = kind in ("attention", "grouped attention", "muon", "training")
+    has_products = kind in ("grouped attention", "muon", "relu2", "training")
+    has_products |= kind in ("attention", "attention, epilogue")
     main = arch if has_products or when == "quick" else 90
     if dtype != "bf16":
         main = 80 if dtype == "fp16" else 120
         is_typical = name in ("D=64 odd T", "D=64 blocks of 16, even T", "C=96 K=5", "V=1000")
-        is_typical |= name == "D=128 documents, window"
+        is_typical |= name in ("D=128 documents, window", "C=80")
         when = max(when, "slow" if is_typical else "all", key=ORDER.index)
     if arch != main:
         return when if has_products else "all"

@@ -25,7 +25,7 @@ from .program import Program, run_grid
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}  # bytes, of a program
 INSTALLED = []  # the Driver of this process
 OPERATORS = ("attention", "convolution", "cross_entropy", "grouped_attention", "masking")
-OPERATORS += ("newton_schulz", "residual")
+OPERATORS += ("newton_schulz", "relu2", "residual")
 
 
 parse = functools.cache(Program)

@@ -49,6 +49,7 @@ CALLS = {
     "head": (1000, 3, torch.int64),
     "masking": (2, 63, torch.int64, True),
     "muon": (2, 32, 128),
+    "relu2": (19, 48, 144),
     "residual": (1, 19, 95, 0.2),
 }
 CAUGHT = ("caught", "wrong result", "no change")

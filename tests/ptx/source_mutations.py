@@ -71,9 +71,13 @@ attention.py: wrong stride: V
 -v = _load(v_ptr, cols, 3 * H * D
 +v = _load(v_ptr, cols, 2 * H * D
 
-attention.py: wrong stride: dK
--_store(dqkv + H * D, cols, 3 * H * D
-+_store(dqkv + H * D, cols, 2 * H * D
+attention.py: wrong stride: dV
+-_store(dqkv + here + H * D, cols, 3 * H * D
++_store(dqkv + here + H * D, cols, 2 * H * D
+
+attention.py: wrong stride: dQ and dK
+-_store(dqkv, rows, 3 * H * D, T, d, D
++_store(dqkv, rows, 2 * H * D, T, d, D
 
 attention.py: wrong stride: heads of delta
 -line = (b * H + h) * T
@@ -138,10 +142,30 @@ attention.py: rotated the other way in backward
 +g2 = d2 * c + d1 * s
 
 attention.py: dK and dV before delta
--_run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
--    _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
-+_run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans)
-+    _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans)
+-_run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans, **more)
+-    _run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans, **more)
++_run(attention_dkdv_kernel, *both, (grad, lse, delta, dqkv), spans, **more)
++    _run(attention_dq_kernel, *both, (grad, out, lse, delta, dqkv), spans, **more)
+
+attention.py: epilogue: the norm of q for that of k
+-qkv + here, cols, T, dk
++qkv + here - H * D, cols, T, dk
+
+attention.py: epilogue: angles of the next position
+-_angles(cos, sin, rows, inside, HALF)
++_angles(cos, sin, rows + 1, inside, HALF)
+
+attention.py: epilogue: the other half
+-d1, d2 = tl.split
++d2, d1 = tl.split
+
+attention.py: epilogue: no mask: rows are stored beyond the end
+-tl.store(dqkv + at, g1.to(dqkv.dtype.element_ty), mask=inside)
++tl.store(dqkv + at, g1.to(dqkv.dtype.element_ty))
+
+attention.py: the mean is not taken out
+-g2 = root * (g2 - x2 * mean)
++g2 = root * g2
 
 cross_entropy.py: no barrier before the target's dz
 -tl.debug_barrier()
@@ -215,6 +239,46 @@ residual.py: all programs drop the same
 -tl.program_id(0) * (TILE // 8) + tl.arange
 +tl.arange
 
+relu2.py: int32 offset: row of x
+-(tl.program_id(0) // n_tiles).to(tl.int64)
++(tl.program_id(0) // n_tiles)
+
+relu2.py: a column tile too few
+-n_tiles = tl.cdiv(N, TILE_N)
++n_tiles = N // TILE_N
+
+relu2.py: not squared
+-result = relu * relu
++result = relu
+
+relu2.py: negative numbers are squared
+-tl.where(z < 0, 0.0, z)
++z
+
+relu2.py: NaN becomes 0
+-tl.where(z < 0, 0.0, z)
++tl.maximum(z, 0.0)
+
+relu2.py: not doubled in backward
+-result = 2 * tl.sqrt
++result = tl.sqrt
+
+relu2.py: wrong stride: w in backward
+-w += TILE_K * N
++w += TILE_K * K
+
+relu2.py: no bound: what is beyond the end is read
+-mask=(rows[:, None] < n_rows) & (cols[None, :] < n_cols), other=0.0)
++mask=rows[:, None] < n_rows, other=0.0)
+
+relu2.py: no bound: rows are stored beyond the end
+-inside = None if EVEN else (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
++inside = None if EVEN else cols[None, :] < n_cols
+
+relu2.py: even if the last rows are no whole tile
+-is_even = M % TILE_M == 0 and N
++is_even = N
+
 grouped_attention.py: another head of keys
 -g = h // (H // G)
 +g = h % G
@@ -245,7 +309,7 @@ residual.py: what is kept is not scaled
 """
 KINDS = {"attention.py": "attention", "cross_entropy.py": "head", "masking.py": "masking"}
 KINDS |= {"convolution.py": "convolution", "residual.py": "residual"}
-KINDS |= {"grouped_attention.py": "grouped attention"}
+KINDS |= {"relu2.py": "relu2", "grouped_attention.py": "grouped attention"}
 
 
 def parse(text):

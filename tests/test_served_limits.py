@@ -33,6 +33,19 @@ def refused(client, path="/v1/completions", status=400, headers=(), **body):
 
 
 # ---- Work before bounds
+def test_an_answer_has_a_bounded_number_of_logprobs():
+    """Else the event loop makes 100 MB of JSON, and nobody else is answered."""
+    client = client_of()
+    text = "the cat sat on " * 500
+    body = dict(prompt=text, max_tokens=0, echo=True, logprobs=32)
+    error = refused(client, status=422, **body, n=16)
+    assert error["param"] == "logprobs" and error["code"] == "too_large"
+    error = refused(client, status=422, prompt="the", max_tokens=2048, n=16, logprobs=32)
+    assert error["param"] == "logprobs"
+    (one,) = ask(client, **body | dict(prompt=text[:60]), n=1)["choices"]
+    assert len(one["logprobs"]["tokens"]) == 60
+
+
 MANY = [1] * 400_000
 
 

@@ -26,6 +26,7 @@ from nanomdlm.support.serving.watching import show, show_fills
 
 MOST_PATTERNS = 64  # gaps of a request that must match,
 MOST_PATTERN_SIZE = 1 << 16  # and the characters of their patterns
+MOST_LOGPROBS = 1 << 20  # numbers of an answer: a second to make JSON of them
 
 
 class Writer:
@@ -64,7 +65,17 @@ class Writer:
         if not job.goes_on:
             todo = [self.built(job, segments) for segments in todo]
         n = sum(s.size for segments in todo for s in segments if not s.is_gap)
+        gaps = [s for segments in todo for s in segments if s.is_gap]
+        self.check_logprobs(job, n * job.echo + sum(s.length or job.max_tokens for s in gaps))
         return todo, n
+
+    def check_logprobs(self, job, tokens):
+        """Raise Refused for too many log-probabilities, of so many tokens in each answer."""
+        each = 0 if job.n_likeliest is None else 1 + job.n_likeliest
+        if job.n * tokens * each > MOST_LOGPROBS:
+            what = f"n={job.n} answers of {tokens} tokens with {each} logprobs each"
+            what += f" are more than {MOST_LOGPROBS} numbers; ask for fewer"
+            raise Refused(what, "logprobs", status=422, code="too_large")
 
     def size(self, text):
         """Tokens of a text, in which proofreading also takes unknown characters."""

@@ -6,7 +6,7 @@
 The first word names the teachers: their mean, calibrated. The second is the share of windows that
 are rewritten before they are masked: half of their tokens, drawn by the teachers in four calls.
 What follows are flags of mdlm.py. The student's targets are the teachers' probabilities, so it
-never sees a hard label, and with rewriting the text does not end. results/sampling.md has what it
+never sees a hard label, and with rewriting the text does not end. results/record.md has what it
 gained.
 """
 

@@ -46,6 +46,19 @@ def test_an_answer_has_a_bounded_number_of_logprobs():
     assert len(one["logprobs"]["tokens"]) == 60
 
 
+@pytest.mark.parametrize("path", ["completions", "score", "fix"])
+def test_a_megabyte_is_too_long_by_its_beginning(path):
+    """Else its tokens are counted for seconds, and no other prompt is read meanwhile."""
+    client = client_of(tokenizer="file")
+    text = "the cat " * 120_000
+    began = time.process_time()
+    error = refused(client, f"/v1/{path}", **{"prompt" if path == "completions" else "input": text})
+    assert "8192" in error["message"] and error["code"] == "context_length_exceeded"
+    assert time.process_time() - began < 0.5
+    cut = dict(input_prefix=text[:400_000], input_suffix=text[:400_000], n_predict=2)
+    assert ask(client, "/infill", **cut)["content"], "of an editor's file what fits is read"
+
+
 MANY = [1] * 400_000
 
 

@@ -105,6 +105,7 @@ class Body(BaseModel):
     # "template", "score" or "fix" a text.
     kind: ClassVar[str]
     watch: ClassVar[bool] = False  # show the text after each network call
+    cut: ClassVar[bool] = False  # cut what is before and after a gap, instead of refusing it
 
     @model_validator(mode="before")
     @classmethod
@@ -145,7 +146,6 @@ class Sampled(Body):
     stop: Stops = []
     stream: bool = False
 
-    cut: ClassVar[bool] = False  # cut what is before and after a gap, instead of refusing it
     seconds: ClassVar[float] = math.inf  # in which the search for fills ends
     n_likeliest: ClassVar[int | None] = None  # tokens named at each place; None: no logprobs
     DEFAULT_TOKENS: ClassVar[int]  # `max_tokens` of a request that does not say it

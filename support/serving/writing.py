@@ -51,15 +51,14 @@ class Writer:
         All is counted before the patterns of gaps are built, which takes longest. Raises UserError
         for what cannot be written.
         """
-        with self.reading:
-            if job.kind in ("score", "fix"):
-                sizes = [sum(map(self.size, as_tuple(prompt))) for prompt in job.prompts]
-                self.check_length(max(sizes))
-                return job.prompts, sum(sizes)
-            model = self.model if job.goes_on else self.filler
-            self.sampler(model, self.tokenizer, job.settings)
-            read = self.continued if job.goes_on else self.with_gaps
-            todo = [read(job, prompt) for prompt in job.prompts]
+        if job.kind in ("score", "fix"):
+            sizes = [self.read(job, prompt, self.sizes) for prompt in job.prompts]
+            self.check_length(max(sizes))
+            return job.prompts, sum(sizes)
+        model = self.model if job.goes_on else self.filler
+        self.sampler(model, self.tokenizer, job.settings)
+        how = self.continued if job.goes_on else self.with_gaps
+        todo = [self.read(job, prompt, how) for prompt in job.prompts]
         gaps = [s for segments in todo for s in segments if s.is_gap and s.pattern]
         self.check_patterns(len(gaps), sum(len(gap.pattern) for gap in gaps))
         if not job.goes_on:
@@ -69,6 +68,24 @@ class Writer:
         self.check_logprobs(job, n * job.echo + sum(s.length or job.max_tokens for s in gaps))
         return todo, n
 
+    def read(self, job, prompt, how):
+        """how(job, prompt), once the tokenizer serves no other request."""
+        with self.reading:
+            if not job.cut:  # of which only what may fit is read
+                for text in texts_of(prompt):
+                    self.check_characters(text)
+            return how(job, prompt)
+
+    def check_characters(self, text):
+        """Raise TooLong for a text of which already the beginning has too many tokens.
+
+        To count those of a megabyte takes seconds, in which no other text is read.
+        """
+        n = 8 * self.max_prompt
+        if len(text) > 4 * n or (len(text) > n and self.size(text[:n]) > self.max_prompt + 16):
+            what = f"the prompt has more than {self.max_prompt} tokens, which this server takes"
+            raise TooLong(f"{what}; shorten it")
+
     def check_logprobs(self, job, tokens):
         """Raise Refused for too many log-probabilities, of so many tokens in each answer."""
         each = 0 if job.n_likeliest is None else 1 + job.n_likeliest
@@ -76,6 +93,10 @@ class Writer:
             what = f"n={job.n} answers of {tokens} tokens with {each} logprobs each"
             what += f" are more than {MOST_LOGPROBS} numbers; ask for fewer"
             raise Refused(what, "logprobs", status=422, code="too_large")
+
+    def sizes(self, job, prompt):
+        """Tokens of a text or a pair of texts."""
+        return sum(map(self.size, as_tuple(prompt)))
 
     def size(self, text):
         """Tokens of a text, in which proofreading also takes unknown characters."""
@@ -321,6 +342,13 @@ class Writer:
 
 def as_tuple(prompt):
     return prompt if isinstance(prompt, tuple) else (prompt,)
+
+
+def texts_of(prompt):
+    """The texts of a prompt: one, or a pair; of a conversation all messages as one."""
+    if isinstance(prompt, list):
+        return ["".join(message["content"] for message in prompt)]
+    return as_tuple(prompt)
 
 
 def has_gap(segments):

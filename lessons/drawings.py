@@ -297,7 +297,8 @@ def draw_losses(logs, path, theme):
         level = scored[0][key]
         ax.axhline(level, color=theme.soft, lw=1.2, ls=":")
         words = f"before the first step: {level:.2f}"
-        ax.text(last, level + 0.04, words, color=theme.soft, size=9, ha="right", va="bottom")
+        x = last if len(logs) == 1 else last / 2  # the legend of several is at the right
+        ax.text(x, level + 0.04, words, color=theme.soft, size=9, ha="right", va="bottom")
         highest = max(highest, level + 0.25)
     if len(logs) == 1:
         mark_rates(ax, records, theme)
@@ -306,7 +307,8 @@ def draw_losses(logs, path, theme):
     place = dict(loc="center right")
     if len(logs) > 1:
         place = dict(loc="upper right", title="line: training; dots: validation", title_fontsize=9)
-    ax.legend(frameon=False, fontsize=9, **place)
+        place |= dict(frameon=True, framealpha=1, edgecolor="none")  # over the dotted line
+    ax.legend(**dict(frameon=False, fontsize=9) | place)
     write_figure(fig, path, small=True)
 
 

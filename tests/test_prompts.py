@@ -34,7 +34,7 @@ def data(tmp_path_factory):
 
 def learn(data, out, *more):
     """A run that has learned it."""
-    flags = tiny_flags("--n_embd=64", "--batch_size=16", "--max_steps=130", "--muon_lr=0.05")
+    flags = tiny_flags("--n_embd=64", "--batch_size=16", "--max_steps=220", "--muon_lr=0.05")
     assert run_mdlm(*data, *flags, *more, f"--out_dir={out}") == 0
     return out
 

@@ -18,6 +18,7 @@ import mdlm
 import serve
 from nanomdlm.kernels import operations as kernels
 from nanomdlm.support.data.tokenizer import Tokenizer, train_bpe
+from nanomdlm.support.infill import filling
 from nanomdlm.support.serving import app, engine, writing
 
 TEXT = "the cat sat on the mat, and the dog ran to the old red barn. it was late " * 20
@@ -220,3 +221,13 @@ def test_of_tokens_that_show_alike_the_likeliest_is_named():
     assert any(len(likeliest) < 32 for likeliest in found)
     for likeliest in found:
         assert [*likeliest.values()] == sorted(likeliest.values(), reverse=True)
+
+
+@pytest.mark.parametrize("model", ["whole", "ar"])
+def test_many_gaps_leave_room_for_each_other(model, monkeypatch):
+    """Ten, of a token each at least, in a text with ten places left."""
+    monkeypatch.setattr(filling, "MOST_SHAPES", 1)  # of the first gaps; usually 64
+    text = "the cat sat on the mat"
+    template = "[___]".join(text[i : i + 2] for i in range(0, 22, 2))
+    answer = ask(client_of(model), infill=template)["choices"][0]["text"]
+    assert len(answer) == 32

@@ -287,7 +287,9 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadli
     n_listed = math.prod(len(options[i]) for i in options if segments[i].spelled)
     combined = {(): 0.0}  # lengths of the gaps so far -> score
     is_cut = False
+    later = sum(map(min, options.values()))  # tokens that the gaps to come need
     for i, lengths in options.items():
+        later -= min(lengths)
         scores = dict.fromkeys(lengths, 0.0)
         if n_options > n_listed * n_kept:
             is_refined = len(options) > 1
@@ -297,7 +299,7 @@ def likely_shapes(model, tokenizer, segments, max_gap, is_endless, count, deadli
             (*before, m): score + scores[m]
             for before, score in combined.items()
             for m in scores
-            if sum(before) + m <= room
+            if sum(before) + m + later <= room
         }
         if len(combined) > MOST_SHAPES:
             best = heapq.nsmallest(MOST_SHAPES, combined, key=lambda m: (-combined[m], m))

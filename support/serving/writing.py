@@ -26,6 +26,7 @@ from nanomdlm.support.serving.watching import show, show_fills
 
 MOST_PATTERNS = 64  # gaps of a request that must match,
 MOST_PATTERN_SIZE = 1 << 16  # and the characters of their patterns
+MOST_CELLS = 1 << 23  # edges of automata x positions of their gaps: a second between two calls
 MOST_LOGPROBS = 1 << 20  # numbers of an answer: a second to make JSON of them
 
 
@@ -73,18 +74,25 @@ class Writer:
         with self.reading:
             if not job.cut:  # of which only what may fit is read
                 for text in texts_of(prompt):
-                    self.check_characters(text)
+                    self.check_characters(job, text)
             return how(job, prompt)
 
-    def check_characters(self, text):
+    def check_characters(self, job, text):
         """Raise TooLong for a text of which already the beginning has too many tokens.
 
-        To count those of a megabyte takes seconds, in which no other text is read.
+        To count those of a megabyte takes seconds, in which no other text is read; around a gap it
+        takes minutes.
         """
-        n = 8 * self.max_prompt
-        if len(text) > 4 * n or (len(text) > n and self.size(text[:n]) > self.max_prompt + 16):
-            what = f"the prompt has more than {self.max_prompt} tokens, which this server takes"
-            raise TooLong(f"{what}; shorten it")
+        most = self.max_prompt
+        if job.kind in ("gap", "template"):
+            most = min(most, self.filler.config.block_size)
+        begins = text[: 8 * most]
+        room = 32 * most
+        if job.kind == "template":  # whose patterns are no tokens
+            room += MOST_PATTERN_SIZE
+            begins = ""
+        if len(text) > room or (len(text) > len(begins) and self.size(begins) > most + 16):
+            raise TooLong("the text is longer than this server, or the context, takes; shorten it")
 
     def check_logprobs(self, job, tokens):
         """Raise Refused for too many log-probabilities, of so many tokens in each answer."""
@@ -184,6 +192,11 @@ class Writer:
         segments = templates.encode_segments(segments, self.tokenizer)
         templates.check_context(segments, self.filler.config.block_size)
         templates.check_lengths(segments, job.max_tokens)
+        matching = [s for s in segments if s.is_gap and s.automaton]
+        cells = [s.automaton.follows.numel() * (s.length or job.max_tokens) for s in matching]
+        if sum(cells) > MOST_CELLS:
+            what = "a pattern is too large for a gap of this length; shorten one of them"
+            raise Refused(what, "regex", status=422, code="too_large")
         if has_gap(segments) and not is_searched(job, segments):
             self.sampler(self.filler, self.tokenizer, job.settings).check(segments)
         return segments

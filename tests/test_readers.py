@@ -461,6 +461,19 @@ def test_a_damaged_id_makes_no_vocabulary(tmp_path, dtype, where):
         open_ids(tmp_path, bin_dtype=dtype, V=500)
 
 
+def test_a_tokenizer_for_ids_is_not_ignored(tmp_path, capsys):
+    """Nor the --end that goes with it: documents would have no ends."""
+    folder = write_ids(tmp_path / "ids", zipf(9000, 200), "uint16")
+    flags = [
+        f"--data={folder}",
+        "--tokenizer=x/tokenizer.json",
+        "--end=7",
+        f"--out_dir={tmp_path}/o",
+    ]
+    assert run_mdlm(*flags) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------------------------------
 # Marks that never occur
 

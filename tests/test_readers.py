@@ -472,6 +472,8 @@ def test_a_tokenizer_for_ids_is_not_ignored(tmp_path, capsys):
     ]
     assert run_mdlm(*flags) == 2
     assert "tokenizer.json" in capsys.readouterr().err
+    assert run_mdlm(flags[0], flags[3], "--end=<|endoftext|>") == 2
+    assert "--end" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------

@@ -194,6 +194,8 @@ class Ids(NamedTuple):
 def of_config(folder, config):
     """The Ids in a folder, as the settings of a run say; see open_ids."""
     is_token = config.tokenizer.endswith(".json")  # a name; else the number that ends documents
+    if config.end and not (is_token or config.end.isdecimal()):
+        raise UserError(f"--end={config.end} must be a number, the id that ends documents")
     end_id = int(config.end) if config.end and not is_token else -1
     return open_ids(folder, config.block_size, config.vocab_size, end_id, config.bin_dtype)
 

@@ -215,7 +215,7 @@ def check_source(config, given):
     if config.prompt_column and not sources.is_records(config.data):
         flag = "--chat_column" if config.chat_column else "--prompt_column"
         raise UserError(f"--data={config.data} has no columns; leave {flag} out")
-    if config.tokenizer.endswith(".json") and sources.is_ids(config.data):
+    if given.get("tokenizer", "").endswith(".json") and sources.is_ids(config.data):
         fix = "put that file there as tokenizer.json, and leave --tokenizer out"
         raise UserError(f"--data={config.data} is a folder of ids; {fix}")
     if config.init_from and "tokenizer" in given:

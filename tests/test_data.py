@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import time
 import zlib
 from collections import Counter
 
@@ -58,6 +59,14 @@ def test_vocabulary_is_learned_from_training_part():
 def test_unknown_character_is_named_with_position(unknown):
     with pytest.raises(UserError, match=unknown):
         tokenizer.Tokenizer("char", ["a", "b"]).encode(f"ab{unknown}")
+
+
+def test_time_to_spell_tokens_is_linear_in_their_number():
+    bytes_alone = tokenizer.build_tokenizer("byte", 0, False, lambda: [], 0)
+    start = time.process_time()
+    pieces = bytes_alone.pieces("€".encode() * 20_000)  # a character is of three tokens
+    assert pieces == ["", "", "€"] * 20_000
+    assert time.process_time() - start < 2  # quadratic: 30 s
 
 
 # --------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class ChatTemplate:
         if re.match(r"\s*\[\s*\{", text):
             try:
                 messages = json.loads(text)
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 raise UserError(f"--prompt is not JSON of messages ({e})") from None
             check(messages, "--prompt")
         return messages

@@ -1,5 +1,6 @@
 """Tokenizers: characters, bytes, words, BPE, or a file of the tokenizers library."""
 
+import codecs
 import contextlib
 import functools
 import itertools
@@ -140,11 +141,15 @@ class Tokenizer:
         for id in map(int, ids):
             tokens.append(self.token(id, first))
             first = self.begins_text(id, first)
-        joined = b"".join(tokens)
-        text = joined.decode("utf-8", "replace")
-        stops = list(itertools.accumulate(map(len, tokens), initial=0))
-        befores = (joined[: stops[edge]].decode("utf-8", "replace") for edge in edges)
-        return text, [shared(before, text) for before in befores]
+        text = b"".join(tokens).decode("utf-8", "replace")
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        begins = [0]
+        n = 0  # characters that are complete
+        for token in tokens:
+            n += len(decoder.decode(token))
+            is_broken = decoder.getstate()[0] and text.startswith("\ufffd", n)
+            begins.append(n + bool(is_broken))
+        return text, [begins[edge] for edge in edges]
 
     def begins_text(self, before, first):
         """Whether the token after this one begins a text; first: whether this one does."""

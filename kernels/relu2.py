@@ -10,7 +10,8 @@ the factor 2 sqrt(a) in backward. So z and da, which have the size of a, are nev
 other kernel reads them. Only a is saved for backward: sqrt(a) has half its relative error. (In
 float16 the smallest z are lost: a is 0 below z = 1.7e-4.) The other four products are cuBLAS's.
 
-mdlm.py does not use it yet: it has not been timed (studies/relu2.py).
+mdlm.py does not use it yet: it has not been timed (studies/relu2.py). Before Triton 3.7, its code
+for Hopper leaves out a fence (results/aot.md).
 
 Z of a program's tile is a sum over tiles of K columns, in float32. Successive programs share their
 rows of x, which then come from the L2 cache, and so does w, the smaller matrix.

@@ -134,7 +134,7 @@ def test_the_table_of_compilers_says_which_kernel_failed():
         for name in found
         for version in ("3.6.0", "3.7.1", "3.10.0")
         for arch in (80, 90)
-        if not compilers.is_allowed(name, version, arch)
+        if not compilers.is_used(name, version, arch)
     }
     attention = {name for name in found if name.startswith("attention")}
     assert refused == {(name, "3.6.0", 90) for name in attention}

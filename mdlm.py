@@ -600,6 +600,7 @@ def evaluate(
 
 
 # ---- Build and load (support/run/checkpoint.py keeps checkpoints intact)
+@devices.float32_by_default()
 def make_model(
     config, vocab_size, ops, end_id=None, mean_length=None, shard_fn=lambda m: m, pretrained=None
 ):

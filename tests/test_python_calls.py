@@ -18,6 +18,7 @@ import eval
 import mdlm
 import sample
 from nanomdlm.support.cli import files, signals
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.run.checkpoint import SHIPPED
 
 
@@ -95,6 +96,35 @@ def test_code_of_the_readme_runs(in_clone):
     assert 0.1 < names["loss"].item() < 4, "nats per token of a text that the model knows"
     exec(compile(sampler, "README.md", "exec"), names)
     assert names["x"].shape == (B, T) and (names["x"] < model.mask_id).all()
+
+
+# ---- Models in memory and in files
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_weights_are_float32_whatever_the_default_is(default, short_run):
+    expected = mdlm.load(short_run)[0].state_dict()
+    torch.set_default_dtype(default)
+    try:
+        loaded = mdlm.load(short_run)[0].state_dict()
+        made = mdlm.new("a text", n_layer=1)[0].state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(loaded[name], t) for name, t in expected.items())
+    assert {t.dtype for t in made.values()} == {torch.float32}
+
+
+def test_a_model_in_float64_can_be_saved_and_loaded(short_run, tmp_path):
+    model, tokenizer, config = mdlm.load(short_run)
+    mdlm.save(tmp_path / "saved", model.double(), tokenizer, config)
+    loaded = mdlm.load(tmp_path / "saved")[0].state_dict()
+    assert all(torch.equal(loaded[name].double(), t) for name, t in model.state_dict().items())
+
+
+def test_a_model_is_not_saved_with_the_tokenizer_of_another(short_run, tmp_path):
+    model, _, config = mdlm.load(short_run)
+    other = mdlm.new("another text")[1]
+    with pytest.raises(UserError, match="tokenizer"):
+        mdlm.save(tmp_path / "saved", model, other, config)
+    assert not (tmp_path / "saved").exists()
 
 
 # ---- mdlm.main as a call: nothing of a run stays in the process

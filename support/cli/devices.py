@@ -103,6 +103,17 @@ def load_in(dtype, load, path, **how):
     return model, *rest
 
 
+@contextlib.contextmanager
+def float32_by_default():
+    """Context manager: new tensors are float32, whatever the caller's default is."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def select_kernels(name, device, config, dtype=torch.float32):
     """Return the ops for --kernels: a ValueError of kernels.select becomes a UserError."""
     head_dim = None if config.network else config.n_embd // config.n_head  # None: not our attention

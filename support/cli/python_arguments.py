@@ -84,6 +84,11 @@ def check_mode(model):
 def check_tokenizer(tokenizer, model):
     """Raise UserError for a tokenizer that is not the model's, or dropout that is on."""
     check_mode(model)
+    check_vocabulary(tokenizer, model)
+
+
+def check_vocabulary(tokenizer, model):
+    """Raise UserError for a tokenizer that is not the model's."""
     same = tokenizer.vocab_size == model.vocab_size
     same &= getattr(model, "vocab", tokenizer.vocab) == tokenizer.vocab
     if not same or model.objective.end_id not in (-1, tokenizer.end_id):

@@ -21,6 +21,7 @@ from safetensors.torch import save as to_safetensors
 
 from nanomdlm.support.cli import environment, files, hub
 from nanomdlm.support.cli.files import STEP, read_latest
+from nanomdlm.support.cli.python_arguments import check_vocabulary
 from nanomdlm.support.cli.terminal import warn
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.errors import UserError
@@ -76,8 +77,9 @@ def save(folder: str | Path, model: torch.nn.Module, tokenizer: Tokenizer, confi
     """Write a checkpoint folder, from which mdlm.load and --init_from read the model.
 
     It is written under another name and renamed, so that it is complete or absent. Raises UserError
-    if there is something of this name, or weights are not finite.
+    if there is something of this name, weights are not finite, or the tokenizer is another model's.
     """
+    check_vocabulary(tokenizer, model)
     folder = Path(folder)
     if os.path.lexists(folder):
         raise UserError(f"{folder} exists; give the name of a new folder")
@@ -377,7 +379,7 @@ def names_in(path):
 def read_tensors(path, expected=None, kinds=("F32",)):
     """A safetensors file as a dict; names and shapes must be those of `expected`, if that is given.
 
-    kinds: the dtypes that these may have in the file, all exact in float32, which is returned.
+    kinds: the dtypes that these may have in the file; float32 is returned.
     """
     names = names_in(path)
     with explain_safetensors(path), safe_open(path, "pt") as f:
@@ -402,7 +404,7 @@ def saved_buffers(model):
     return model.state_dict().keys() & dict(model.named_buffers(recurse=False)).keys()
 
 
-KINDS = ("F32", "BF16", "F16")  # dtypes of weights in a file
+KINDS = ("F32", "BF16", "F16", "F64")  # dtypes of weights in a file
 
 
 def read_weights(folder, model):

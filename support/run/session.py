@@ -416,16 +416,14 @@ def process_of_a_run():
         raise UserError("another thread of this process is training; wait for its end")
     if "torch._dynamo" in sys.modules:  # else shapes of earlier runs would make this one's dynamic
         torch.compiler.reset()
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
     try:
-        # Whatever the caller's mode is, weights get gradients.
-        with handlers_kept(), torch.inference_mode(False), torch.enable_grad():
+        # Whatever the caller's modes are, weights are float32 and get gradients.
+        modes = (torch.inference_mode(False), torch.enable_grad())
+        with handlers_kept(), devices.float32_by_default(), modes[0], modes[1]:
             try:
                 yield
             finally:
                 with signals_wait():
                     run_folder.release()
     finally:
-        torch.set_default_dtype(dtype)
         TRAINING.release()

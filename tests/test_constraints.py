@@ -25,7 +25,7 @@ from nanomdlm.support.constrain import build_automaton
 from nanomdlm.support.constrain.automaton import automaton_of
 from nanomdlm.support.data.tokenizer import Tokenizer, build_tokenizer
 from nanomdlm.support.errors import UserError
-from nanomdlm.support.infill import filling, templates
+from nanomdlm.support.infill import filling, filters, templates
 from nanomdlm.support.infill.templates import Gap
 
 pytest.importorskip("outlines_core")
@@ -565,3 +565,18 @@ def test_the_program_fills_what_must_match(short_run, tmp_path, capfd):
     assert entry.run(sample.main, [f"--batch={batch}", *flags]) == 2
     out = capfd.readouterr()
     assert not out.out and "line 2 of" in out.err and "not a regular expression" in out.err
+
+
+def test_partial_fills_share_what_follows_them():
+    """A search asks for the tokens at each offset of many fills that end alike."""
+    texts = ["".join(letters) + "ab" * 40 for letters in itertools.product("abcd", repeat=4)]
+    automaton = automaton_of("|".join(texts), LETTERS)
+    ahead = {(): automaton.accepts}
+    began = time.process_time()
+    for text in texts[::20]:
+        ids = LETTERS.encode(text)
+        for k in range(len(ids) - 1):
+            part = [*ids[:k], *[-1] * (len(ids) - k - 1), ids[-1]]
+            allowed = filters.matching(automaton, part, k, ahead)
+            assert allowed[ids[k]] and (k < 4 or allowed.sum() == 1)
+    assert time.process_time() - began < 10  # each by itself: minutes

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from nanomdlm.support import abilities
 from nanomdlm.support.cli import entry
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.infill.likelihood import chain_rule
+from nanomdlm.support.infill.probabilities import token_logprobs
 
 V = 5
 LETTERS = Tokenizer("char", "abcde")
@@ -273,3 +275,13 @@ def test_a_pair_of_numbers_is_not_one_number():
     numbers = Tokenizer("id", 20)
     for context, text in (("0 1", "2"), ("0 1 ", "2"), ("0 1", " 2")):
         assert numbers.encode_pair(context, text) == ([0, 1], [2])
+
+
+def test_one_token_after_a_long_text_costs_one_sequence():
+    """Not a pass over the text for each of its tokens: a server's clients wait for it."""
+    model, tokenizer = made("default")
+    ids = [0, 1, 2, 3] * 4000
+    began = time.process_time()
+    (token,) = token_logprobs(model, tokenizer, ids, first=len(ids) - 1)
+    assert time.process_time() - began < 3  # quadratic: 10 s
+    assert token.text == "d" and token.logp < 0

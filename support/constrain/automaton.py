@@ -173,6 +173,7 @@ class Automaton:
     accepts  (S + 1,) bool
     shortest  the number of tokens of the shortest text that matches
     follows  (S + 1, D) int64: the classes that lead on from a state; C where there are no more
+    after    (S + 1, D) int64: the states to which these lead; S where there are no more
     """
 
     def __init__(self, pattern, over_bytes, next, classes, accepts, shortest):

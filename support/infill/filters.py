@@ -15,6 +15,8 @@ from nanomdlm.support.infill.templates import (
     to_texts,
 )
 
+MOST_AHEAD = 256  # entries of `ahead`, see `matching`
+
 
 class Filter:
     """The fills that a template may have.
@@ -39,7 +41,7 @@ class Filter:
             self.line_ends = breaks(tokenizer, model.vocab_size)
             if tokenizer.end_id is not None:
                 self.may_draw[tokenizer.end_id] = True
-        self.must_match = []  # (number of the first open position, Automaton, length)
+        self.must_match = []  # (number of the first open position, Automaton, length, `ahead`)
         self.spaced = []  # numbers of positions at which a token must begin with a space
         self.template = []  # ids, with None at the open positions
         k = 0
@@ -53,7 +55,8 @@ class Filter:
             if not automaton and tokenizer.kind == "byte" and not (is_endless and k == self.last):
                 automaton = whole_characters(model.vocab_size)
             if automaton and segment.length:
-                self.must_match.append((k, automaton, segment.length))
+                ahead = {(): automaton.accepts}
+                self.must_match.append((k, automaton, segment.length, ahead))
             self.template += [None] * segment.length
             k += segment.length
 
@@ -65,10 +68,10 @@ class Filter:
             allowed[self.tokenizer.end_id] = False
         if k in self.spaced:
             allowed = allowed & self.starts_with_space
-        for first, automaton, length in self.must_match:
+        for first, automaton, length, ahead in self.must_match:
             if first <= k < first + length:
                 part = fill[first : first + length]
-                allowed = allowed & matching(automaton, part, k - first)
+                allowed = allowed & matching(automaton, part, k - first, ahead)
         for first, fills in self.only:
             if first <= k < first + fills.shape[1]:
                 part = np.array(fill[first : first + fills.shape[1]])
@@ -141,25 +144,33 @@ def whole_characters(vocab_size):
     step[0, :4] = torch.arange(4)
     step[1:4, 4] = torch.arange(3)
     accepts = torch.tensor([True, False, False, False, False])
-    return SimpleNamespace(next=step, classes=kinds, S=S, accepts=accepts)
+    return SimpleNamespace(next=step, after=step, classes=kinds, S=S, accepts=accepts)
 
 
-def matching(automaton, part, k):
+def matching(automaton, part, k, ahead):
     """(V,) bool: the ids at offset k of a gap with which some fill of it matches.
 
-    part: ids of the gap, below 0 where there are none yet. `reached` are the states to which some
-    fill of the offsets before k leads, `ahead` those from which some fill of the others matches.
+    part: ids of the gap, below 0 where there are none yet. ahead: ids of the gap's last positions
+    -> the states (S + 1,) bool from which they, or some fill of them, match. It is extended here,
+    because many partial fills end alike. `reached` are the states to which some fill of the
+    offsets before k leads.
     """
-    step, classes = automaton.next, automaton.classes
+    step, after, classes = automaton.next, automaton.after, automaton.classes
     reached = torch.zeros(automaton.S + 1, dtype=torch.bool)
     reached[0] = True
     for id in part[:k]:
         states = reached.nonzero()[:, 0]
-        after = step[states] if id < 0 else step[states, classes[id]]
+        to = after[states] if id < 0 else step[states, classes[id]]
         reached = torch.zeros_like(reached)
-        reached[after.flatten()] = True
+        reached[to.flatten()] = True
         reached[automaton.S] = False
-    ahead = automaton.accepts
-    for id in reversed(part[k + 1 :]):
-        ahead = ahead[step].any(1) if id < 0 else ahead[step[:, classes[id]]]
-    return ahead[step[reached]].any(0)[classes]
+    rest = tuple(part[k + 1 :])
+    n = next(n for n in range(len(rest) + 1) if rest[n:] in ahead)
+    able = ahead[rest[n:]]
+    if len(ahead) > MOST_AHEAD:
+        ahead.clear()
+        ahead[()] = automaton.accepts
+    for i in reversed(range(n)):
+        able = able[after].any(1) if rest[i] < 0 else able[step[:, classes[rest[i]]]]
+        ahead[rest[i:]] = able
+    return able[step[reached]].any(0)[classes]

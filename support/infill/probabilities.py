@@ -116,10 +116,12 @@ def predict_each(model, ids, shown, given_all=True):
     """
     T = len(ids)
     L = model.config.block_size
-    starts = [window_start(model, i, T, given_all) if T > L else 0 for i in range(T)]
-    for start in sorted(set(starts)):
+    windows = {}  # first position -> the tokens that are predicted in it
+    for i in filter(shown.__getitem__, range(T)):
+        start = window_start(model, i, T, given_all) if T > L else 0
+        windows.setdefault(start, []).append(i - start)
+    for start, inside in sorted(windows.items()):
         x = to_context(model, ids[None, start : start + L])
-        inside = [i - start for i in range(T) if starts[i] == start and shown[i]]
         where = torch.zeros_like(x, dtype=torch.bool)
         where[0, inside] = True
         where &= model.objective.scored_mask(x)
@@ -312,7 +314,7 @@ def masked_bound(model, x, scored, passes, seed):
         return -chain(model, x, scored).item() / int(n), 0.0
     half = passes // 2
     g = generator("score", seed)
-    range_of = torch.rand(half, n_texts, generator=g).argsort(0)
+    range_of = torch.rand(half, n_texts, generator=g, dtype=torch.float32).argsort(0)
     u = (range_of + torch.rand(2, half, n_texts, generator=g, dtype=torch.float64)) / half
     counts = (1 + (u * n).long()).minimum(n).flatten(0, 1).to(x.device)  # (passes, n_texts)
     sums = torch.zeros(counts.shape, dtype=torch.float64)

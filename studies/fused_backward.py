@@ -31,10 +31,8 @@ import torch
 
 from nanomdlm.kernels import attention as A
 from nanomdlm.kernels import operations as kernels
-from nanomdlm.kernels.launch import ENABLED
 from nanomdlm.kernels.reference import rotary_tables
-from nanomdlm.support.errors import UserError
-from studies.tiles import milliseconds
+from studies.tiles import in_emulator, milliseconds
 
 CHOOSE = A.tiles
 # (B, T, H, D): candidates (TILE_M queries, TILE_N keys, warps, stages)
@@ -220,10 +218,7 @@ def time_variants(shape):
 
 def main(argv):
     if not torch.cuda.is_available():
-        if not ENABLED:
-            raise UserError("there is no CUDA device; MDLM_TRITON=1 checks it in the emulator")
-        print("no CUDA device: nothing is timed; the emulator executes the PTX of sm_90")
-        return int(not emulated())
+        return in_emulator(emulated)
     compile_all()
     right = [time_variants(shape) for shape in SHAPES]
     right += [compare_epilogues("cuda", shape) for shape in PREPARED]

@@ -28,11 +28,9 @@ entry.start(__name__)
 import torch
 
 import bench
-from nanomdlm.kernels.launch import ENABLED
-from nanomdlm.support.errors import UserError
 from nanomdlm.support.run import muon
 from nanomdlm.support.run.optimizers import average_to_compile, update
-from studies.tiles import milliseconds
+from studies.tiles import in_emulator, milliseconds
 
 BEGAN = time.monotonic()
 
@@ -204,10 +202,7 @@ def time_updates():
 
 def main(argv):
     if not torch.cuda.is_available():
-        if not ENABLED:
-            raise UserError("there is no CUDA device; MDLM_TRITON=1 checks it in the emulator")
-        print("no CUDA device: nothing is timed; the emulator executes the PTX of sm_90")
-        return int(not emulated())
+        return in_emulator(emulated)
     torch.set_float32_matmul_precision("high")  # as mdlm.py
     ok = time_heads()
     return int(not (time_updates() & ok))

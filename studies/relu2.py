@@ -25,11 +25,9 @@ entry.start(__name__)
 import torch
 
 from nanomdlm.kernels import relu2 as R
-from nanomdlm.kernels.launch import ENABLED
 from nanomdlm.kernels.reference import relu2_mlp_ref
 from nanomdlm.kernels.relu2 import relu2_mlp
-from nanomdlm.support.errors import UserError
-from studies.tiles import milliseconds
+from studies.tiles import in_emulator, milliseconds
 
 PRESENT = R.tiles(torch.bfloat16)
 # TILE_M, TILE_N, TILE_K, warps, stages. With whole tiles none spills on sm_90.
@@ -135,10 +133,7 @@ def time_all(M, C):
 
 def main(argv):
     if not torch.cuda.is_available():
-        if not ENABLED:
-            raise UserError("there is no CUDA device; MDLM_TRITON=1 checks it in the emulator")
-        print("no CUDA device: nothing is timed; the emulator executes the PTX of sm_90")
-        return int(not emulated())
+        return in_emulator(emulated)
     ok = time_all(16384, 384)
     return int(not ok & time_all(65536, 768))
 

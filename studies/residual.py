@@ -26,11 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from nanomdlm.kernels import residual as R
-from nanomdlm.kernels.launch import ENABLED
 from nanomdlm.kernels.reference import new_seed, residual_dropout_ref
 from nanomdlm.kernels.residual import residual_dropout
-from nanomdlm.support.errors import UserError
-from studies.tiles import milliseconds
+from studies.tiles import in_emulator, milliseconds
 
 PRESENT = (R.WARPS, R.TILE, R.ROUNDS)
 P = 0.2
@@ -126,10 +124,7 @@ def time_all(*shape):
 
 def main(argv):
     if not torch.cuda.is_available():
-        if not ENABLED:
-            raise UserError("there is no CUDA device; MDLM_TRITON=1 checks it in the emulator")
-        print("no CUDA device: nothing is timed; the emulator executes the PTX of sm_90")
-        return int(not emulated())
+        return in_emulator(emulated)
     ok = time_all(16384, 384)
     return int(not ok & time_all(65536, 768))
 

@@ -28,6 +28,7 @@ from nanomdlm.kernels import attention as A
 from nanomdlm.kernels import convolution as N
 from nanomdlm.kernels import cross_entropy as C
 from nanomdlm.kernels import operations as kernels
+from nanomdlm.kernels.launch import ENABLED
 from nanomdlm.kernels.reference import block_spans, document_spans
 from nanomdlm.support.errors import UserError
 
@@ -105,6 +106,14 @@ def compile_all():
     workers = min(12, os.cpu_count() - 1 or 1)
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=None) as pool:
         return dict(zip(jobs, pool.map(compile_one, jobs, chunksize=4)))
+
+
+def in_emulator(emulated):
+    """The exit code of a study without a GPU; emulated(): whether the emulator's results agree."""
+    if not ENABLED:
+        raise UserError("there is no CUDA device; MDLM_TRITON=1 checks it in the emulator")
+    print("no CUDA device: nothing is timed; the emulator executes the PTX of sm_90")
+    return int(not emulated())
 
 
 def milliseconds(call, seconds=0.04):

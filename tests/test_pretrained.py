@@ -497,8 +497,8 @@ def test_the_log_has_what_the_decoder_knew(runs, folder_of, some_text):
     """The likelihood from left to right before training, as the library computes it."""
     out = runs("llama")
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    (first,) = (r for r in records if "decoder_nll" in r)
-    assert first["step"] == 0
+    first, last = (r for r in records if "decoder_nll" in r)
+    assert first["step"] == 0 < last["step"] and first["decoder_nll"] != last["decoder_nll"]
     _, tokenizer, config = mdlm.load(out)
     folder = checkpoint.find_checkpoint(str(out))
     with eval.open_data("", folder, tokenizer, config, torch.device("cpu")) as (corpus, _):

@@ -45,7 +45,10 @@ class Log:
         self.speed = 0.0  # tokens/s up to then
         self.tracker = None  # on the first rank the Tracker of --tracker
         self.score = {}  # the last evaluation, for its checkpoint
-        self.decoder_nll = None  # of the network that --init_from gave, if it predicts next tokens
+        # Of a decoder that is adapted: its likelihood from left to right before training, on how
+        # many windows.
+        self.decoder_nll = None
+        self.decoder_windows = 0
 
     # ---- log.jsonl
     def record(self, run, values):
@@ -163,7 +166,10 @@ class Log:
         values |= dict(val_ar_shifted=r["ar_shifted"]) if key == "nll" else dict(ce_by_rate=r["ce"])
         adapts = run.config.init_from and key == "nelbo" and not run.step
         if adapts and getattr(getattr(run.model, "network", None), "is_decoder", False):
-            self.decoder_nll = values["decoder_nll"] = self.measure_decoder(run, r["windows"])
+            self.decoder_windows = r["windows"]
+            self.decoder_nll = values["decoder_nll"] = self.measure_decoder(run)
+        elif self.decoder_nll and is_last:  # what it has forgotten
+            values["decoder_nll"] = self.measure_decoder(run)
         values["phases"] = run.clock.seconds_by_phase()
         self.record(run, values)
         if not run.step and not run.config.init_from:
@@ -182,20 +188,23 @@ class Log:
         if self.decoder_nll:
             few = "" if r["ce"][0] is None else f"{r['ce'][0]:.4f} with up to 10 % masked, "
             text += f"; {few}{self.decoder_nll:.4f} from left to right before training"
+            if is_last:
+                text += f", {values['decoder_nll']:.4f} now"
         if "windows" in values:
             text += f" ({r['windows']} of {run.eval_windows} windows)"
         self.say(text)
 
-    def measure_decoder(self, run, n):
-        """The likelihood from left to right on n windows, before training.
+    def measure_decoder(self, run):
+        """The likelihood from left to right.
 
-        Until an adapted network is clearly below it where little is masked, it fills gaps no better
-        than the decoder does from the left.
+        Until an adapted network is clearly below that before training where little is masked, it
+        fills gaps no better than the decoder does from the left.
         """
+        n = self.decoder_windows
         windows = run.corpus.windows(run.config.eval_windows)
         windows = windows[torch.arange(n) * len(windows) // n].long()
-        with run.autocast(), eval_mode(run.model):
-            return run.model.next_token_nll(windows)
+        with run.autocast(), eval_mode(run.averaged):
+            return run.averaged.next_token_nll(windows)
 
     def samples(self, run, preview, x):
         """Print texts x (2, T), in which the model filled what `preview`, of to_preview, hides."""

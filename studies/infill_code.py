@@ -48,7 +48,7 @@ from nanomdlm.support.cli.files import to_json
 from nanomdlm.support.cli.settings import Count, Natural, Reads, Seed, Writes, parse
 from nanomdlm.support.constrain.automaton import LINE
 from nanomdlm.support.infill import filling, from_left, prefixes, templates
-from nanomdlm.support.infill.model_calls import next_logits, next_logp
+from nanomdlm.support.infill.model_calls import device_of, next_logits, next_logp
 from nanomdlm.support.numerics import generator
 from nanomdlm.support.run.plots import table
 
@@ -130,6 +130,7 @@ class Contestants:
         self.model = model
         self.tokenizer = tokenizer
         self.ranker = ranker
+        self.device = device_of(model)
         self.options = options
         self.pattern = r"\n".join([LINE] * options.rows)
         self.longest = filling.MAX_LINE * options.rows  # tokens
@@ -161,9 +162,10 @@ class Contestants:
         open = [*range(n)]
         states = [0] * n
         for _ in range(self.longest):
-            x = torch.tensor([before + rows[i] + [0] for i in open])
-            at = torch.full((len(open),), x.shape[1] - 1)
-            logp = next_logits(self.model, x, torch.arange(len(open)), at).double().log_softmax(-1)
+            x = torch.tensor([before + rows[i] + [0] for i in open], device=self.device)
+            row = torch.arange(len(open), device=self.device)
+            at = torch.full_like(row, x.shape[1] - 1)
+            logp = next_logits(self.model, x, row, at).cpu().double().log_softmax(-1)
             still = []
             for i, own in zip(open, logp):
                 step = gap.automaton.next[states[i]]
@@ -205,8 +207,8 @@ class Contestants:
         before, _, after = self.frame(task)
         scores = {}
         for ids, line in lines.items():
-            x = torch.tensor([[*before, *ids, *after]])
-            at = torch.arange(len(before), x.shape[1])
+            x = torch.tensor([[*before, *ids, *after]], device=self.device)
+            at = torch.arange(len(before), x.shape[1], device=self.device)
             scores[line] = next_logp(model, x, torch.zeros_like(at), at).sum().item()
         return sorted(scores, key=scores.get, reverse=True)
 
@@ -260,6 +262,7 @@ class Options:
     lines: Count = 8  # that are drawn, or searched for
     limit: Count = 100  # sequences of the search
     seed: Seed = 0
+    device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights
     json: Writes = ""  # write the results as JSON to this file, or to standard output: -
 
@@ -278,10 +281,11 @@ def main(argv):
     if options.tasks:
         tasks = random.Random(options.seed).sample(tasks, options.tasks)
     tasks = tasks[options.first :]
-    model, tokenizer, _ = devices.load_in(options.dtype, mdlm.load, options.out_dir)
+    how = dict(device=devices.pick_device(options.device))
+    model, tokenizer, _ = devices.load_in(options.dtype, mdlm.load, options.out_dir, **how)
     ranker = None
     if options.ranker:
-        ranker, _, _ = devices.load_in(options.dtype, mdlm.load, options.ranker)
+        ranker, _, _ = devices.load_in(options.dtype, mdlm.load, options.ranker, **how)
     contestants = Contestants(model, tokenizer, options, ranker)
     names = options.contestants.split(",")
     rows = {name: dict(contestant=name, first=[], any=[], exact=[], seconds=[]) for name in names}

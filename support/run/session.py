@@ -418,8 +418,12 @@ def process_of_a_run():
         torch.compiler.reset()
     try:
         # Whatever the caller's modes are, weights are float32 and get gradients.
-        modes = (torch.inference_mode(False), torch.enable_grad())
-        with handlers_kept(), devices.float32_by_default(), modes[0], modes[1]:
+        with (
+            handlers_kept(),
+            devices.float32_by_default(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             try:
                 yield
             finally:

@@ -44,6 +44,7 @@ def test_likelihoods_use_it_and_the_network_does_not(short_run):
         wanted += (model(xt)[0, i] / 1.5).double().log_softmax(-1)[id].item()
     found = sample.score(model, tokenizer, text)[0]
     assert found.logp == pytest.approx(wanted, abs=1e-3) and found.logp != plain.logp
+    assert sample.score(calibration.calibrated(model), tokenizer, text)[0] == found, "used once"
     (letters,) = sample.logprobs(model, tokenizer, "ab█"[:2], k=2)
     assert all(math.isfinite(letter.logp) for letter in letters)
 

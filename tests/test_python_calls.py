@@ -19,6 +19,7 @@ import mdlm
 import sample
 from nanomdlm.support.cli import files, signals
 from nanomdlm.support.errors import UserError
+from nanomdlm.support.infill.ensemble import Ensemble
 from nanomdlm.support.run.checkpoint import SHIPPED
 
 
@@ -112,18 +113,22 @@ def test_weights_are_float32_whatever_the_default_is(default, short_run):
     assert {t.dtype for t in made.values()} == {torch.float32}
 
 
-def test_a_model_in_float64_can_be_saved_and_loaded(short_run, tmp_path):
+@pytest.mark.parametrize("kind", ["float64", "compiled"])
+def test_what_is_saved_can_be_loaded(kind, short_run, tmp_path):
     model, tokenizer, config = mdlm.load(short_run)
-    mdlm.save(tmp_path / "saved", model.double(), tokenizer, config)
+    shown = model.double() if kind == "float64" else torch.compile(model, backend="eager")
+    mdlm.save(tmp_path / "saved", shown, tokenizer, config)
     loaded = mdlm.load(tmp_path / "saved")[0].state_dict()
-    assert all(torch.equal(loaded[name].double(), t) for name, t in model.state_dict().items())
+    assert all(torch.equal(loaded[name].to(t), t) for name, t in model.state_dict().items())
 
 
-def test_a_model_is_not_saved_with_the_tokenizer_of_another(short_run, tmp_path):
-    model, _, config = mdlm.load(short_run)
+def test_what_could_not_be_loaded_is_not_saved(short_run, tmp_path):
+    model, tokenizer, config = mdlm.load(short_run)
     other = mdlm.new("another text")[1]
     with pytest.raises(UserError, match="tokenizer"):
         mdlm.save(tmp_path / "saved", model, other, config)
+    with pytest.raises(UserError, match="several networks"):
+        mdlm.save(tmp_path / "saved", Ensemble([model, model]), tokenizer, config)
     assert not (tmp_path / "saved").exists()
 
 

@@ -31,6 +31,7 @@ def at_temperature(model, temperature):
     other = copy.copy(model)
     other._forward_hooks = OrderedDict(model._forward_hooks)  # copy.copy shares it
     other.register_forward_hook(lambda module, args, logits: logits / temperature)
+    other.is_calibrated = True  # its `calibration` stays, because a checkpoint keeps it
     return other
 
 
@@ -54,7 +55,7 @@ def calibrated(model):
     if not isinstance(model, nn.Module):
         return model.calibrated() if hasattr(model, "calibrated") else model
     temperature = temperature_of(model)
-    if temperature == 1:
+    if temperature == 1 or getattr(model, "is_calibrated", False):
         return model
     if CALIBRATED.get(model, (None,))[0] != temperature:
         is_one = not hasattr(model, "networks")

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 
+from nanomdlm.support.abilities import uncompiled
 from nanomdlm.support.cli import environment, files, hub
 from nanomdlm.support.cli.files import STEP, read_latest
 from nanomdlm.support.cli.python_arguments import check_vocabulary
@@ -77,9 +78,13 @@ def save(folder: str | Path, model: torch.nn.Module, tokenizer: Tokenizer, confi
     """Write a checkpoint folder, from which mdlm.load and --init_from read the model.
 
     It is written under another name and renamed, so that it is complete or absent. Raises UserError
-    if there is something of this name, weights are not finite, or the tokenizer is another model's.
+    if there is something of this name, weights are not finite, the tokenizer is another model's, or
+    the model is several networks.
     """
     check_vocabulary(tokenizer, model)
+    if hasattr(model, "networks"):
+        raise UserError("the model is several networks; save each of model.networks")
+    model = uncompiled(model)
     folder = Path(folder)
     if os.path.lexists(folder):
         raise UserError(f"{folder} exists; give the name of a new folder")

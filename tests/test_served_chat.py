@@ -51,3 +51,7 @@ def test_openai_client_talks(run):
             with pytest.raises(openai.BadRequestError) as e:
                 create(model="out", **refused)
             assert "\n" not in e.value.body["message"]
+        for many in (messages("cat") * 20_000, [dict(role="a" * 900_000, content="cat")]):
+            with pytest.raises(openai.BadRequestError) as e:  # by its beginning, as other texts
+                create(model="out", messages=many)
+            assert e.value.body["code"] == "context_length_exceeded"

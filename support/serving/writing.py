@@ -358,9 +358,9 @@ def as_tuple(prompt):
 
 
 def texts_of(prompt):
-    """The texts of a prompt: one, or a pair; of a conversation all messages as one."""
+    """The texts of a prompt: one, or a pair; of a conversation all contents, and all roles."""
     if isinstance(prompt, list):
-        return ["".join(message["content"] for message in prompt)]
+        return ["".join(message[name] for message in prompt) for name in ("content", "role")]
     return as_tuple(prompt)
 
 

@@ -3,18 +3,18 @@
 #
 #   MODEL=SmolLM2-135M-Instruct.Q4_1.gguf DATA=python.jsonl bash studies/gpu_adapt.sh
 #
-# DATA: from `studies/corpora.py python`. The result, adapters of 20 MB, is the run in $OUT
-# (out-smollm2). The last line of the run says what decides: its cross-entropy with up to 10 % masked
-# must be well below the decoder's from left to right. Then both fill lines of HumanEval. In the
-# environment: SECONDS_OF_TRAINING (420), TASKS (100), FLAGS (more flags of mdlm.py), PYTHON.
+# DATA: from `studies/corpora.py python`. The result, adapters, is the run in $OUT (out-smollm2). Its
+# last line has the gate, necessary but not sufficient: the cross-entropy with up to 10 % masked must
+# be well below the decoder's from left to right. Then both models fill the same lines of HumanEval. In
+# the environment: SECONDS_OF_TRAINING (360), TASKS (100), FLAGS (more flags of mdlm.py), PYTHON.
 set -eu -o pipefail
 out=$(realpath -m -- "${OUT:-out-smollm2}")
 python=${PYTHON:-python3}
 mdlm=$(realpath -- "$(dirname "$0")/..")
 read -ra more <<< "${FLAGS:-}"
 
-# Plain text: documents of known lengths take the default's rates, and here half of a text at most is
-# hidden, since a missing line is 3 % of it.
+# Plain text, because --rates does not apply to documents of known lengths. At most half of a text is
+# hidden: a missing line is only 3 % of it. "<|" could begin a special token.
 text=$out.txt
 "$python" - "$DATA" "$text" << 'EOF'
 import json, sys
@@ -23,6 +23,9 @@ with open(sys.argv[1], encoding="utf-8") as f, open(sys.argv[2], "w", encoding="
         g.write(json.loads(line)["text"].strip("\n").replace("<|", "< |") + "\n\n\n")
 EOF
 "$python" "$mdlm/mdlm.py" "--init_from=$MODEL" "--data=$text" --block_size=512 --batch_size=32 \
-    --lora=32 --rates=0-0.5 "--time_limit=${SECONDS_OF_TRAINING:-420}" "--out_dir=$out" "${more[@]}"
-"$python" "$mdlm/studies/infill_code.py" "--out_dir=$out" "--ranker=$MODEL" --dtype=bfloat16 \
-    "--tasks=${TASKS:-100}" --contestants=length,search,both "--json=$out/code.json"
+    --lora=32 --rates=0-0.5 "--time_limit=${SECONDS_OF_TRAINING:-360}" "--out_dir=$out" "${more[@]}"
+lines() {
+    "$python" "$mdlm/studies/infill_code.py" --dtype=bfloat16 "--tasks=${TASKS:-100}" "$@"
+}
+lines "--out_dir=$MODEL" --contestants=greedy,ranked,search "--json=$out/decoder.json"
+lines "--out_dir=$out" "--ranker=$MODEL" --contestants=length,search,both "--json=$out/adapted.json"

@@ -10,8 +10,8 @@ single-line tasks of Bavarian et al., 2207.14255; with --rows, that many lines i
 none of them blank, and their number is given. `pass` in place of the line is the floor; `greedy`
 and `drawn` see the text before the line alone; `ranked` are eight such lines, the first of them
 greedy, ordered by log p(line, next tokens | before); `search` is what `sample.py --infill` finds.
-For a diffusion model: `length` is its search when the number of tokens is given, and `both` are the
-lines of `search`, ordered as above by another model, --ranker.
+For a diffusion model: `length` is its search, given the number of tokens; `both` are the lines of
+`search`, reranked by --ranker, without the time of the search if that was made for `search`.
 Tests run in a process with limits on time and memory and, where the system allows it, without
 network. That stops a model's accidents, not malice. results/language.md has the table.
 """
@@ -47,6 +47,7 @@ from nanomdlm.support.cli import devices, environment, outputs, terminal
 from nanomdlm.support.cli.files import to_json
 from nanomdlm.support.cli.settings import Count, Natural, Reads, Seed, Writes, parse
 from nanomdlm.support.constrain.automaton import LINE
+from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill import filling, from_left, prefixes, templates
 from nanomdlm.support.infill.model_calls import device_of, next_logits, next_logp
 from nanomdlm.support.numerics import generator
@@ -209,7 +210,8 @@ class Contestants:
         for ids, line in lines.items():
             x = torch.tensor([[*before, *ids, *after]], device=self.device)
             at = torch.arange(len(before), x.shape[1], device=self.device)
-            scores[line] = next_logp(model, x, torch.zeros_like(at), at).sum().item()
+            score = next_logp(model, x, torch.zeros_like(at), at).sum().item()
+            scores[line] = max(score, scores.get(line, -math.inf))  # it may have several spellings
         return sorted(scores, key=scores.get, reverse=True)
 
     def both(self, task):
@@ -281,13 +283,15 @@ def main(argv):
     if options.tasks:
         tasks = random.Random(options.seed).sample(tasks, options.tasks)
     tasks = tasks[options.first :]
+    names = options.contestants.split(",")
     how = dict(device=devices.pick_device(options.device))
     model, tokenizer, _ = devices.load_in(options.dtype, mdlm.load, options.out_dir, **how)
     ranker = None
+    if "both" in names and not options.ranker:
+        raise UserError("`both` needs a --ranker: an autoregressive model with the same tokens")
     if options.ranker:
         ranker, _, _ = devices.load_in(options.dtype, mdlm.load, options.ranker, **how)
     contestants = Contestants(model, tokenizer, options, ranker)
-    names = options.contestants.split(",")
     rows = {name: dict(contestant=name, first=[], any=[], exact=[], seconds=[]) for name in names}
     bar = terminal.bar(total=len(tasks), desc="tasks")
     with torch.no_grad(), prefixes.kept(model):

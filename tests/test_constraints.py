@@ -579,4 +579,20 @@ def test_partial_fills_share_what_follows_them():
             part = [*ids[:k], *[-1] * (len(ids) - k - 1), ids[-1]]
             allowed = filters.matching(automaton, part, k, ahead)
             assert allowed[ids[k]] and (k < 4 or allowed.sum() == 1)
-    assert time.process_time() - began < 10  # each by itself: minutes
+    assert time.process_time() - began < 10  # each by itself: a minute
+
+
+def test_what_follows_is_remembered_right(monkeypatch):
+    """Also if the memo is full and begins anew."""
+    monkeypatch.setattr(filters, "MAX_SUFFIXES", 3)
+    automaton = automaton_of("(ab|ba|c)*d(aa|b)*", LETTERS)
+    ahead = {(): automaton.accepts}
+    g = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        n = int(torch.randint(1, 9, (), generator=g))
+        ids = torch.randint(0, 4, (n,), generator=g)
+        part = ids.masked_fill(torch.rand(n, generator=g) < 0.7, -1).tolist()
+        k = int(torch.randint(0, n, (), generator=g))
+        fresh = filters.matching(automaton, part, k, {(): automaton.accepts})
+        assert torch.equal(filters.matching(automaton, part, k, ahead), fresh)
+        assert len(ahead) <= 3 + 3 * 9

@@ -509,6 +509,8 @@ def test_the_log_has_what_the_decoder_knew(runs, folder_of, some_text):
     assert first["decoder_nll"] == pytest.approx(
         theirs(windows, labels=windows).loss.item(), abs=1e-2
     )
+    model = mdlm.load(out)[0]
+    assert last["decoder_nll"] == pytest.approx(model.next_token_nll(windows), abs=1e-2)
     encoder = (runs("bert") / "log.jsonl").read_text()
     assert "decoder_nll" not in encoder
 

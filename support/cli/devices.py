@@ -105,7 +105,10 @@ def load_in(dtype, load, path, **how):
 
 @contextlib.contextmanager
 def float32_by_default():
-    """Context manager: new tensors are float32, whatever the caller's default is."""
+    """Context manager: new tensors are float32, whatever the caller's default is.
+
+    The default belongs to the process: threads that change it at the same time disturb each other.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

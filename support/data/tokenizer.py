@@ -142,6 +142,8 @@ class Tokenizer:
             tokens.append(self.token(id, first))
             first = self.begins_text(id, first)
         text = b"".join(tokens).decode("utf-8", "replace")
+        if not edges:
+            return text, []
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         begins = [0]
         n = 0  # characters that are complete

@@ -15,7 +15,7 @@ from nanomdlm.support.infill.templates import (
     to_texts,
 )
 
-MOST_AHEAD = 256  # entries of `ahead`, see `matching`
+MAX_SUFFIXES = 256  # in the memo of `matching`
 
 
 class Filter:
@@ -150,10 +150,9 @@ def whole_characters(vocab_size):
 def matching(automaton, part, k, ahead):
     """(V,) bool: the ids at offset k of a gap with which some fill of it matches.
 
-    part: ids of the gap, below 0 where there are none yet. ahead: ids of the gap's last positions
-    -> the states (S + 1,) bool from which they, or some fill of them, match. It is extended here,
-    because many partial fills end alike. `reached` are the states to which some fill of the
-    offsets before k leads.
+    part: ids of the gap, below 0 where there are none yet. ahead: a memo, suffix of such a part ->
+    the states (S + 1,) bool from which some fill of it matches; many partial fills end alike.
+    `reached` are the states to which some fill of the offsets before k leads.
     """
     step, after, classes = automaton.next, automaton.after, automaton.classes
     reached = torch.zeros(automaton.S + 1, dtype=torch.bool)
@@ -167,7 +166,7 @@ def matching(automaton, part, k, ahead):
     rest = tuple(part[k + 1 :])
     n = next(n for n in range(len(rest) + 1) if rest[n:] in ahead)
     able = ahead[rest[n:]]
-    if len(ahead) > MOST_AHEAD:
+    if n and len(ahead) > max(MAX_SUFFIXES, 2 * len(part)):
         ahead.clear()
         ahead[()] = automaton.accepts
     for i in reversed(range(n)):

@@ -31,7 +31,6 @@ def at_temperature(model, temperature):
     other = copy.copy(model)
     other._forward_hooks = OrderedDict(model._forward_hooks)  # copy.copy shares it
     other.register_forward_hook(lambda module, args, logits: logits / temperature)
-    other.is_calibrated = True  # its `calibration` stays, because a checkpoint keeps it
     return other
 
 
@@ -60,6 +59,7 @@ def calibrated(model):
     if CALIBRATED.get(model, (None,))[0] != temperature:
         is_one = not hasattr(model, "networks")
         other = at_temperature(model, temperature) if is_one else model.replaced(calibrated)
+        other.is_calibrated = True  # its `calibration` stays, because a checkpoint keeps it
         CALIBRATED[model] = (temperature, other)
     return CALIBRATED[model][1]
 

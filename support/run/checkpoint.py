@@ -384,7 +384,7 @@ def names_in(path):
 def read_tensors(path, expected=None, kinds=("F32",)):
     """A safetensors file as a dict; names and shapes must be those of `expected`, if that is given.
 
-    kinds: the dtypes that these may have in the file; float32 is returned.
+    kinds: the dtypes that these may have in the file; with `expected`, float32 is returned.
     """
     names = names_in(path)
     with explain_safetensors(path), safe_open(path, "pt") as f:

@@ -2,7 +2,7 @@
 
 With --time_limit, progress follows the clock. With --max_steps alone the clock is never read for
 anything that changes a number: what the run computes follows from its settings, so that a resumed
-run repeats it bit for bit. Only extra saves, which change no number, are timed by the clock.
+run repeats it bit for bit. Only extra saves and previews, which change no number, are timed.
 """
 
 import contextlib
@@ -159,7 +159,7 @@ class Clock:
             return Budget(windows, 1, calls, began, until, until)
         run.log.say(f"evaluating on up to {n} windows of validation text")
         preview = min(CALL_COST * calls * self.per_window, LAST_FRACTION / 2 * self.limit)
-        preview = min(preview, PREVIEW_SECONDS)
+        preview = min(preview, PREVIEW_SECONDS) + run.log.decoder_windows * self.per_window
         passes = 1 if ranks.is_late(until - preview) else 4
         return Budget(windows, passes, calls, began, until - preview, until)
 
@@ -191,8 +191,9 @@ class Clock:
         # preview. A quarter is added because a machine's speed varies.
         least, _, most = (calls_of(run, calls) for calls in PREVIEW_CALLS)
         preview = min(CALL_COST * most * self.per_window, PREVIEW_SECONDS)
-        self.ending = 1.25 * (5 * run.eval_windows * self.per_window + preview)
-        left = max(0.0, min(PREVIEW_SECONDS, budget.until - time.monotonic()))
+        decoder = run.log.decoder_windows * self.per_window  # what it has forgotten: log.py
+        self.ending = 1.25 * (5 * run.eval_windows * self.per_window + preview + decoder)
+        left = max(0.0, min(PREVIEW_SECONDS, budget.until - decoder - time.monotonic()))
         left /= CALL_COST * self.per_window
         calls = int(ranks.all_reduce(torch.tensor(min(left, float(budget.calls))), "MIN"))
         return calls if calls >= least else 0

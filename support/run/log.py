@@ -45,8 +45,8 @@ class Log:
         self.speed = 0.0  # tokens/s up to then
         self.tracker = None  # on the first rank the Tracker of --tracker
         self.score = {}  # the last evaluation, for its checkpoint
-        # Of a decoder that is adapted: its likelihood from left to right before training, on how
-        # many windows.
+        # For an adapted decoder: its likelihood from left to right before training, and the number
+        # of windows it was measured on.
         self.decoder_nll = None
         self.decoder_windows = 0
 
@@ -197,8 +197,8 @@ class Log:
     def measure_decoder(self, run):
         """The likelihood from left to right.
 
-        Until an adapted network is clearly below that before training where little is masked, it
-        fills gaps no better than the decoder does from the left.
+        Where little is masked, an adapted network must be clearly below the value before training;
+        otherwise it fills gaps no better than the decoder.
         """
         n = self.decoder_windows
         windows = run.corpus.windows(run.config.eval_windows)

@@ -128,6 +128,7 @@ def test_the_table_of_compilers_says_which_kernel_failed():
         "attention_dq_kernel": "",
         "residual_kernel": "a wrong result",
     }
+    assert not compilers.is_used("relu2_kernel", "3.8.0", 90)
     assert compilers.cell({80: "", 90: "a race", 120: ""}) == "80, 120; **90 fails**"
     refused = {
         (name, version, arch)

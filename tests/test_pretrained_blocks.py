@@ -200,7 +200,7 @@ def test_it_answers(kind, flag, folder_of, tmp_path, capsys):
     pairs.write_text("".join(rows * 50))
     argv = flags_of(folder_of(kind), pairs, tmp_path / "run", "--prompt_column=q")
     argv += [flag] * bool(flag)
-    argv += ["--text_column=a", "--max_steps=150", "--batch_size=16", "--learning_rate=0.01"]
+    argv += ["--text_column=a", "--max_steps=250", "--batch_size=16", "--learning_rate=0.01"]
     argv += ["--block_size=24", "--optimizer=muon", "--muon_lr=0.05"]
     assert run_mdlm(*argv) == 0
     capsys.readouterr()
@@ -211,4 +211,4 @@ def test_it_answers(kind, flag, folder_of, tmp_path, capsys):
         prompt, _, answer = json.loads(capsys.readouterr().out)["text"].partition("\n")
         assert prompt == q
         right += answer.replace(" ", "") == a.replace(" ", "")
-    assert right >= 2, right  # blind to the prompt it gets one; two layers and 150 steps get 2 to 4
+    assert right >= 2, right  # blind to the prompt it gets one; two layers and 250 steps get 3 or 4

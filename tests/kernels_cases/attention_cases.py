@@ -70,8 +70,8 @@ def check(qkv, grad, *args):
         results[name] = [d[:, :, i] for d in (dqkv, plain_d, exact_d)]
     for name, (ours, theirs, truth) in results.items():
         error = (ours - truth).abs().max()
-        # With one position dq and dk are exactly 0: differences of numbers as large as dv.
-        size = max(truth.abs().max(), exact_d.abs().max() / 64)
+        # With one position dq and dk are 0: differences of numbers as large as dv, times q, k.
+        size = max(truth.abs().max(), exact_d.abs().max() / 8)
         bound = 2 * (theirs - truth).abs().max() + RELATIVE[qkv.dtype] * size
         assert error <= bound, f"{name}: error {error:.2e}, bound {bound:.2e}"
 

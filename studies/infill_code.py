@@ -201,25 +201,28 @@ class Contestants:
 
     def ranked(self, task):
         lines = {tuple(ids): line for line, ids in self.draws(task)}
-        return self.in_order(self.model, task, lines)
+        return self.in_order(task, lines)
 
-    def in_order(self, model, task, lines):
+    def in_order(self, task, lines):
         """Lines by log p(line, next tokens | before), the likeliest first; lines: ids -> line"""
         before, _, after = self.frame(task)
         scores = {}
         for ids, line in lines.items():
             x = torch.tensor([[*before, *ids, *after]], device=self.device)
             at = torch.arange(len(before), x.shape[1], device=self.device)
-            score = next_logp(model, x, torch.zeros_like(at), at).sum().item()
+            score = next_logp(self.model, x, torch.zeros_like(at), at).sum().item()
             scores[line] = max(score, scores.get(line, -math.inf))  # it may have several spellings
         return sorted(scores, key=scores.get, reverse=True)
 
     def both(self, task):
+        return self.ranker.reranked(task, self.search(task))
+
+    def reranked(self, task, lines):
+        """The lines of others, in the order of this model's likelihood."""
         pieces = [task.before, templates.Gap(pattern=self.pattern), task.after or "\n"]
         n = templates.encode_segments(pieces, self.tokenizer)[0].size
-        lines = self.search(task)
         ids = [self.tokenizer.encode(task.before + line)[n:] for line in lines]
-        return self.in_order(self.ranker, task, dict(zip(map(tuple, ids), lines)))
+        return self.in_order(task, dict(zip(map(tuple, ids), lines)))
 
     def length(self, task):
         """The search, with as many tokens as the line has, its indentation included."""
@@ -257,7 +260,7 @@ class Options:
 
     out_dir: Reads = ""  # model: a run, or one of transformers (folder, OWNER/NAME, FILE.gguf)
     contestants: str = "floor,greedy,drawn,ranked,search"
-    ranker: Reads = ""  # of `both`: an autoregressive model with the same tokens
+    ranker: Reads = ""  # of `both`: an autoregressive model
     rows: Count = 1  # lines that are missing
     tasks: Natural = 200  # drawn at random (0: all)
     first: Natural = 0  # leave out this many of them, to go on with a part
@@ -288,9 +291,10 @@ def main(argv):
     model, tokenizer, _ = devices.load_in(options.dtype, mdlm.load, options.out_dir, **how)
     ranker = None
     if "both" in names and not options.ranker:
-        raise UserError("`both` needs a --ranker: an autoregressive model with the same tokens")
+        raise UserError("`both` needs a --ranker, an autoregressive model")
     if options.ranker:
-        ranker, _, _ = devices.load_in(options.dtype, mdlm.load, options.ranker, **how)
+        found = devices.load_in(options.dtype, mdlm.load, options.ranker, **how)
+        ranker = Contestants(*found[:2], options)
     contestants = Contestants(model, tokenizer, options, ranker)
     rows = {name: dict(contestant=name, first=[], any=[], exact=[], seconds=[]) for name in names}
     bar = terminal.bar(total=len(tasks), desc="tasks")

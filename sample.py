@@ -427,20 +427,15 @@ def to_draw(settings, chunk, s, text, mask_id, end_id, noise):
     return masked, k, corrected, to_reveal(settings, chunk, masked, noise, k) | corrected
 
 
-def places(allowed, x):
-    """Pairs (where (B, T) bool, ids (V,) bool) of an `allowed` of `unmask`, for all rows of x."""
-    at = torch.arange(x.shape[1])
-    return [((at == place).expand(x.shape), ids) for place, ids in (allowed or {}).items()]
-
-
 def exclude(logits, drawn, at, forbid, allowed):
     """Set logits (n, V) of tokens that must not be drawn to -inf: ids in forbid, and ids not in
-    `allowed` (see `places`). drawn: (B, len(at)) bool, n places in the range `at` of positions."""
+    `allowed` of unmask. drawn: (B, len(at)) bool, n places in the range `at` of positions."""
     if forbid:
         logits[:, forbid] = -math.inf
-    for where, ids in allowed:
-        here = where[:, at.start : at.stop].to(drawn.device)[drawn]
-        logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
+    for place, ids in allowed.items():
+        if place in at:
+            here = drawn.nonzero()[:, 1] == place - at.start
+            logits[here] = logits[here].masked_fill(~ids.to(logits.device), -math.inf)
 
 
 def unmask(
@@ -473,7 +468,7 @@ def unmask(
     may_draw = (end_id, forbid, allowed)
     samples, end_id, forbid = python_arguments.check_filling(model, x, fill, samples, *may_draw)
     settings = from_keywords(settings, model)
-    may_draw = dict(end_id=end_id, forbid=forbid, allowed=places(allowed, x))
+    may_draw = dict(end_id=end_id, forbid=forbid, allowed=allowed)
     may_draw["constraints"] = constraints_of(model, x, matches, end_id)
     return take_steps(model, x, fill, samples, settings, memo=memo, **may_draw)
 
@@ -482,7 +477,7 @@ def constraints_of(model, x, matches, end_id):
     """The constraints that take_steps needs for gaps that must match."""
     if not matches:
         return ()
-    return products.drawing().everywhere(model, x, matches, end_id)
+    return products.drawing().of_positions(model, x, matches, end_id)
 
 
 @torch.no_grad()
@@ -495,14 +490,12 @@ def take_steps(
     settings,
     end_id=None,
     forbid=(),
-    allowed=(),
+    allowed=None,
     constraints=(),
     memo=None,
 ):
-    """Yields the Steps of `unmask`, whose arguments are checked; settings: resolved.
-
-    allowed: pairs, see `places`; constraints: those of support/constrain/drawing.py.
-    """
+    """Yields the Steps of `unmask`, whose arguments are checked; settings: resolved;
+    constraints: those of support/constrain/drawing.py."""
     mask = model.mask_id
     device = x.device
     x = x.to("cpu" if device.type == "mps" else device, copy=True)  # MPS lacks float64
@@ -514,6 +507,7 @@ def take_steps(
     cache = model.objective.cache()
     find = partial(predict, memo=memo) if memo else predict
     forbid = [i for i in forbid if i is not None]
+    allowed = allowed or {}
     for chunk in plan(model, fill, samples, settings):
         text = x[:, chunk.at.start : chunk.at.stop]  # a view: what is drawn is in x
         steps = range(chunk.first, chunk.first + chunk.steps)
@@ -621,8 +615,9 @@ def replay_steps(
     text = x[:, at.start : at.stop]
     never = torch.zeros(*text.shape, model.vocab_size, dtype=torch.bool, device=x.device)
     never[..., forbid] = True
-    for where, ids in allowed:
-        never |= where[:, at.start : at.stop, None].to(x.device) & ~ids.to(x.device)
+    for place, ids in allowed.items():
+        if place in at:
+            never[:, place - at.start] |= ~ids.to(x.device)
     never = never.flatten(0, 1)
     # What a step depends on; its seed and numbers of steps are in the tensors.
     rule = replace(settings, seed=0, steps=0, correct=0, block=0)
@@ -688,14 +683,11 @@ def generate(
     if not is_seeded:
         settings = replace(settings, seed=draw_seed(generator))
     fill = (x == model.mask_id) & (True if fill is None else fill)
-    allowed = places(allowed, x)
-    constraints = constraints_of(model, x, matches, end_id)
+    may_draw = dict(end_id=end_id, forbid=forbid, allowed=allowed)
+    may_draw["constraints"] = constraints_of(model, x, matches, end_id)
     memo, size = merge_calls(model, fill)
     out = x.clone()
     for rows in groups(model, len(x), x.device, size, writing=True):
-        may_draw = dict(end_id=end_id, forbid=forbid)
-        may_draw["allowed"] = [(where[rows], ids) for where, ids in allowed]
-        may_draw["constraints"] = [each.of_rows(rows) for each in constraints]
         inputs = (x[rows], fill[rows], samples[rows], settings)
         for step in take_steps(model, *inputs, memo=memo, **may_draw):
             out[rows] = step.x
@@ -763,10 +755,9 @@ class Rows:
         self.calls = torch.zeros(len(samples), dtype=torch.int64)
         ends = not (is_template or is_given)
         self.may_draw = dict(end_id=tokenizer.end_id) if ends else dict(forbid=[tokenizer.end_id])
-        self.may_draw["allowed"] = places(templates.allowed_tokens(segments, tokenizer), self.x)
+        self.may_draw["allowed"] = templates.allowed_tokens(segments, tokenizer)
         if any(segment.is_gap and segment.pattern for segment in segments):
-            constraints = products.drawing().by_row([segments] * len(samples))
-            self.may_draw["constraints"] = constraints
+            self.may_draw["constraints"] = products.drawing().of_template(segments)
 
     def chunks(self):
         """The Chunks in which it is written; see `plan`."""
@@ -792,8 +783,10 @@ class Rows:
         made = []
         for ids, drawn, calls in zip(self.x.tolist(), self.drawn, self.calls.tolist()):
             parts = to_texts(self.segments, ids, tokenizer)
-            if "constraints" in self.may_draw:
-                templates.check_match(self.segments, parts, tokenizer)
+            if not templates.matches(self.segments, parts, tokenizer):
+                raise UserError(
+                    "a gap does not match as it is shown: the tokens beside it change its text"
+                )
             made.append(Written(self.segments, ids, drawn, calls, parts))
         return made
 

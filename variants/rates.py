@@ -100,11 +100,6 @@ def flag(config):
     return ""
 
 
-def are_other(config):
-    """Whether a config has rates, masks or weights other than the default's."""
-    return bool(flag(config))
-
-
 def asked(config, has_documents):
     return "" if config.objective == "ar" else flag(config)
 
@@ -113,7 +108,7 @@ def wrap(objective, end_id, mean_length):
     return OtherRates(objective)
 
 
-has_rates = are_other
+has_rates = flag
 
 
 def rates_or_counts(config, u):

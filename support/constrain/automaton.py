@@ -33,30 +33,6 @@ PASS = 1 << 22  # numbers that are in memory at once
 still_wanted = contextvars.ContextVar("still_wanted", default=lambda: None)
 
 
-def remembered(maxsize):
-    """functools.lru_cache that remembers UserErrors too: what was refused once takes no time."""
-
-    def decorate(function):
-        @functools.lru_cache(maxsize)
-        def outcome(*args):
-            try:
-                return function(*args), None
-            except UserError as e:
-                return None, str(e)
-
-        @functools.wraps(function)
-        def call(*args):
-            value, refusal = outcome(*args)
-            if refusal is not None:
-                raise UserError(refusal)
-            return value
-
-        call.cache_clear = outcome.cache_clear
-        return call
-
-    return decorate
-
-
 def too_large(pattern):
     fix = "give shorter counts, fewer choices, or [a-z] in place of \\w"
     return UserError(f"the automaton of {pattern[:40]!r} is too large; {fix}")
@@ -89,7 +65,7 @@ def run_builder(pattern):
     return np.frombuffer(out, np.int32)
 
 
-@remembered(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def byte_automaton(pattern):
     """Return (next (Q + 1, 256) int32, accepts (Q + 1,) bool) over bytes; state Q is dead.
 
@@ -266,7 +242,7 @@ LINE = r"[ \t\r\v\f]*[^\s][^\n]*"  # a line, or the rest of one, that is not bla
 BUILT_IN = {"": anything, ".+": within_line, LINE: line}  # patterns that need no library
 
 
-@remembered(maxsize=32)
+@functools.lru_cache(maxsize=32)
 def automaton_of(pattern, tokenizer, is_first=False, space="", lead=""):
     """Return the Automaton of a pattern over the tokens of a tokenizer.
 

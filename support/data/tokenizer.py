@@ -39,13 +39,6 @@ def name_characters(counts, limit=20):
     return f"character{'s' * (len(counts) > 1)} {named}{more}"
 
 
-def shared(a, b):
-    """The length of the common prefix of two texts or lists."""
-    if b[: len(a)] == a:
-        return len(a)
-    return next((i for i, (c, d) in enumerate(zip(a, b)) if c != d), min(len(a), len(b)))
-
-
 class Tokenizer:
     """Text <-> ids below `vocab_size` (V; [MASK] is not counted); Tokenizer(kind, ...) is one of
 
@@ -105,7 +98,9 @@ class Tokenizer:
         known = self.encode_lossless(context)
         self.encode_lossless(text)
         ids = self.encode(context + text)
-        n = shared(known, ids)
+        # How many tokens at the beginning are the same.
+        same = min(len(known), len(ids))
+        n = next((i for i in range(same) if known[i] != ids[i]), same)
         # A space between them may belong to either. Any other token must not be a part of both.
         if self.decode(known[n:]).strip():
             return known, self.encode_lossless(text, after_gap=True)
@@ -165,10 +160,12 @@ class Tokenizer:
 
     @functools.cached_property
     def space_tokens(self):
-        """(V,) bool: which tokens begin with a space; none if no token has more than a space."""
+        """(V,) bool: which tokens of text begin with a space; none if none has more than that."""
         texts = self.spelled[0]
         spaced = np.zeros(self.vocab_size, bool)
         spaced[[i for i, text in enumerate(texts) if text.startswith(b" ")]] = True
+        if self.end_id is not None:
+            spaced[self.end_id] = False
         longer = any(text.startswith(b" ") and text != b" " for text in texts)
         return spaced & longer
 

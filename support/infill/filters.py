@@ -11,7 +11,6 @@ from nanomdlm.support.infill.templates import (
     joined,
     keeps_spaces,
     matches,
-    starts_with_space,
     to_texts,
 )
 
@@ -33,7 +32,7 @@ class Filter:
         self.open = open
         self.only = [(first, np.array(fills)) for first, fills in only]
         self.may_draw = drawable(tokenizer, model.vocab_size).clone()
-        self.starts_with_space = torch.from_numpy(starts_with_space(tokenizer))
+        self.starts_with_space = torch.from_numpy(tokenizer.space_tokens)
         self.line_ends = None  # (V,) bool: the tokens that end the last gap, from its second one on
         self.last = 0  # the number of the first open position of the last gap, if that is endless
         if is_endless:

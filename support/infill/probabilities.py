@@ -22,6 +22,7 @@ from nanomdlm.support.cli.python_arguments import (
 from nanomdlm.support.data.tokenizer import Tokenizer
 from nanomdlm.support.errors import UserError
 from nanomdlm.support.infill.batching import compute
+from nanomdlm.support.infill.display import likeliest
 from nanomdlm.support.infill.model_calls import (
     call_size,
     checked,
@@ -146,24 +147,12 @@ def token_logprobs(model, tokenizer, ids, drawn=None, k=5, n=None, first=0, give
     x = torch.tensor(ids, device=device_of(model))
     for i, logits in predict_each(model, x, shown, given_all):
         logp = logits.log_softmax(-1)
-        best = logp.topk(min(k, len(logp)))
-        likely = [(v, p) for p, v in zip(*map(torch.Tensor.tolist, best)) if p > -math.inf]
+        likely = [pair for pair in likeliest(tokenizer, logp, k, i == 0) if pair[1] > -math.inf]
         found[i] = (logp[ids[i]].item(), likely)
-    pieces = {}  # of ids in the middle of a text: the same ones come again and again
-
-    def piece(id, is_first):
-        if is_first:
-            return tokenizer.piece(id, first=True)
-        if id not in pieces:
-            pieces[id] = tokenizer.piece(id)
-        return pieces[id]
-
     tokens = []
     for i in filter(shown.__getitem__, range(n)):
-        logp, likely = found.get(i, (None, []))
-        likeliest = [(piece(v, i == 0), p) for v, p in likely]
         was = None if drawn is None or drawn[i].isnan() else drawn[i].item()
-        tokens.append(TokenLogprob(texts[i], was, logp, likeliest))
+        tokens.append(TokenLogprob(texts[i], was, *found.get(i, (None, []))))
     return tokens
 
 

@@ -114,11 +114,6 @@ def matching(pattern, length, tokenizer):
     return Gap(length, pattern, automaton=automaton)
 
 
-def is_space(text):
-    """Whether a text begins with a space or a line break."""
-    return text[:1].isspace()
-
-
 def encode_text(text, tokenizer, after_gap, before_gap, before_open=False):
     """Return the Text of a string.
 
@@ -135,7 +130,7 @@ def encode_text(text, tokenizer, after_gap, before_gap, before_open=False):
         known = tokenizer.encode_lossless(without, after_gap)
         if ids[: len(known)] == known:  # no token has parts of both
             return Text(text, known, lead=lead, n_lead=len(ids) - len(known))
-    if not (before_gap and is_space(text[-1:]) and tokenizer.space_tokens.any()):
+    if not (before_gap and text[-1:].isspace() and tokenizer.space_tokens.any()):
         return Text(text, ids)
     without = text[:-1] if text.endswith(" ") else text.rstrip()
     shorter = tokenizer.encode_lossless(without, after_gap)
@@ -237,12 +232,6 @@ def matches(segments, texts, tokenizer):
     return True
 
 
-def check_match(segments, texts, tokenizer):
-    """Raise UserError if a gap that must match does not in texts from `to_texts`."""
-    if not matches(segments, texts, tokenizer):
-        raise UserError("a gap does not match as it is shown: the tokens beside it change its text")
-
-
 # ---- Gaps whose first token must begin with a space
 
 
@@ -266,18 +255,9 @@ def allowed_tokens(segments, tokenizer):
     return dict.fromkeys(positions, torch.from_numpy(allowed))
 
 
-def starts_with_space(tokenizer):
-    """Return (V,) bool: the tokens of text that begin with a space."""
-    is_spaced = tokenizer.space_tokens.copy()
-    if tokenizer.end_id is not None:
-        is_spaced[tokenizer.end_id] = False
-    return is_spaced
-
-
 def keeps_spaces(segments, ids, tokenizer):
     """Whether every token after a literal that lends its space begins with a space."""
-    has_space = starts_with_space(tokenizer)
-    return all(has_space[ids[i]] for i in borrowing(segments) if i < len(ids))
+    return all(tokenizer.space_tokens[ids[i]] for i in borrowing(segments) if i < len(ids))
 
 
 # ---- Reading templates

@@ -461,8 +461,7 @@ def main(argv):
     print(content if options.json == "-" else words)
     if options.json not in ("", "-"):
         outputs.write(options.json, content.encode())
-    asked = options.pictures != ""
-    plots.save(draw, options.pictures or folder, verbose=options.json != "-", asked=asked)
+    plots.save(draw, options.pictures or folder, verbose=options.json != "-")
     return 0
 
 

@@ -38,15 +38,3 @@ def test_without_all_products_a_run_and_an_infill_work(copy, text_file):
     for name in PRODUCTS:
         shutil.rmtree(copy / "support" / name)
     trains_and_fills(copy, text_file)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists on Linux only")
-def test_without_all_products_the_kernels_pass_their_tests(copy):
-    for name in PRODUCTS:
-        shutil.rmtree(copy / "support" / name)
-    shutil.copytree(ROOT / "tests" / "kernels_cases", copy / "tests" / "kernels_cases")
-    cases = ["masking", "residual"]  # the rest takes minutes
-    files = [f"tests/kernels_cases/{name}_cases.py" for name in cases]
-    said = call(copy, "-m", "pytest", "-q", "-x", "--noconftest", *files, TRITON_INTERPRET="1")
-    assert " passed" in said

@@ -174,13 +174,13 @@ class Muon(torch.optim.Muon):
                     grads = [grad.to_local() for grad in grads]
                 n_before += len(params)
                 states = [self.state[p] for p in params]
-                for state, p in zip(states, local):
+                for state, p in zip(states, params):
                     if "row_squares" not in state:
                         # torch.optim.Muon has momentum alone: a state of it keeps that.
                         state.setdefault("momentum_buffer", torch.zeros_like(p))
-                        state["row_squares"] = torch.zeros_like(p[:, :1])
-                momenta = [state["momentum_buffer"] for state in states]
-                squares = [state["row_squares"] for state in states]
+                        state["row_squares"] = torch.zeros_like(p).sum(1, keepdim=True)
+                momenta = [shards.local(state["momentum_buffer"]) for state in states]
+                squares = [shards.local(state["row_squares"]) for state in states]
                 batches.append((local, grads, momenta, squares, rows, shuffle))
             weight_kept = 1 - group["lr"] * group["weight_decay"]
             rates = (group["lr"], group["momentum"], weight_kept)

@@ -66,30 +66,23 @@ def try_to_draw(plot, path):
         return False
 
 
-def save(draw, folder, verbose, asked=True):
+def save(draw, folder, verbose):
     """Draw pictures into a folder: draw is a dict of file name -> function of a path.
 
     folder: None or "none" draws nothing. verbose: whether to print the names of the pictures.
-    asked: whether the user gave the folder; otherwise missing matplotlib is only a warning.
-
-    Raises UserError if matplotlib is missing or a picture could not be drawn.
+    A picture that cannot be drawn is a warning, and so is missing matplotlib.
     """
     if folder in (None, "none"):
         return
     try:
         optional("matplotlib", "a picture (--pictures=none draws none)")
     except UserError as e:
-        if asked:
-            raise
         warn(str(e))
         return
     paths = [Path(folder) / name for name in draw]
-    drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
-    if not all(drawn):
-        missing = f"{drawn.count(False)} of {len(drawn)} pictures are missing"
-        raise UserError(f"{missing}; give --pictures=FOLDER or none")
-    if verbose:
-        print("pictures:", escaped(", ".join(map(str, paths))))
+    drawn = [path for path, plot in zip(paths, draw.values()) if try_to_draw(plot, path)]
+    if verbose and drawn:
+        print("pictures:", escaped(", ".join(map(str, drawn))))
 
 
 def figure(width, height, *grid, **options):

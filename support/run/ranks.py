@@ -136,11 +136,8 @@ def together(do):
     This is a vote. Inside, no other one may be taken, nor may ranks exchange anything else: a rank
     that has failed would not take part. The first rank prints the message of the first that failed.
     """
-    return vote(do) if CONTROL else do()
-
-
-def vote(do):
-    """`together` of several ranks."""
+    if not CONTROL:
+        return do()
     result = error = None
     try:
         result = do()
@@ -161,7 +158,7 @@ def first(do):
     """Call do() on the first rank while the others wait; all get its result, or its UserError."""
     if not CONTROL:
         return do()
-    result = [vote(lambda: do() if is_first_rank() else None)]
+    result = [together(lambda: do() if is_first_rank() else None)]
     distributed.broadcast_object_list(result, 0, CONTROL)
     return result[0]
 
@@ -171,12 +168,9 @@ def check_alike(mine):
 
     mine: what must be the same on all of them, {name: value}
     """
-    if CONTROL:
-        compare(gather(mine))
-
-
-def compare(everyone):
-    """Raise RankError if the dicts of all ranks are not the same."""
+    if not CONTROL:
+        return
+    everyone = gather(mine)
     names = sorted({name for theirs in everyone for name in theirs})
     for rank, theirs in enumerate(everyone):
         for name in names:

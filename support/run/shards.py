@@ -81,21 +81,6 @@ def local(t):
     return t.to_local() if is_spread(t) else t
 
 
-def spread_like(p, t):
-    """Return a DTensor (A, ...) that is split like the parameter p (A, ...).
-
-    t: this rank's part of it. Tensors that need no splitting are returned as they are.
-    """
-    if not is_spread(p) or is_spread(t) or t.dim() == 0:
-        return t
-    from torch.distributed.tensor import DTensor
-
-    # On the meta device a tensor has a shape, but no memory.
-    whole = torch.empty(p.shape[0], *t.shape[1:], device="meta")
-    layout = dict(shape=whole.shape, stride=whole.stride())
-    return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, **layout)
-
-
 @torch.no_grad()
 def fill(p, whole):
     """Copy a whole tensor, which every rank has, into a parameter that may be split."""

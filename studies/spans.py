@@ -5,7 +5,7 @@
 
 train:   takes the flags of mdlm.py; of each text, runs of 8 tokens are masked, at the same mask
          rates. Its training loss is no bound; evaluations have scattered masks, as everywhere
-measure: nats per token of runs of 2, 8 and 32 tokens in the middle of validation windows, given
+measure: nats per token of runs of 2 and of 8 tokens in the middle of validation windows, given
          both sides, exact, by the chain rule from left to right. An autoregressive run sees what
          precedes them alone. Differences from the first run are paired, gap by gap
 """
@@ -41,7 +41,7 @@ from nanomdlm.support.run.checkpoint import find_checkpoint
 from nanomdlm.support.view import Batch
 from nanomdlm.variants.variant import Variant
 
-SIZES = (2, 8, 32)
+SIZES = (2, 8)
 
 
 class Spans(Variant):

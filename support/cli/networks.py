@@ -134,7 +134,7 @@ def check_flags(given, network, positions):
     if given.get("lora"):
         optional("peft", "--lora")
         if not network.folder:
-            what = f"--lora={given['lora']} adapts a model of Hugging Face"
-            raise UserError(f"{what}; give one as --init_from (export.py --to=hf makes it of a run)")
+            what = f"--lora={given['lora']} needs --init_from=FOLDER with a model of Hugging Face"
+            raise UserError(f"{what}; `export.py --to=hf` makes one of a run")
     if positions < given.get("block_size", 0):
         raise UserError(f"--block_size={given['block_size']}, but {kind} has {positions} positions")

@@ -15,6 +15,8 @@ the model would write, then what differs from it least, each to its end.
 import heapq
 import math
 
+import torch
+
 from nanomdlm.support.infill.search import OPEN, Node, Search
 
 REACH = 64  # tokens of text after the gap that rank its fills
@@ -42,7 +44,21 @@ class FromLeft(Search):
         self.before = frame.x[:first]
         self.after = frame.x[last : frame.size][: self.reach]
         self.losses = [math.inf] * len(self.after)  # the least -log p of each, after any fill
+        for _, automaton, _, ahead in frame.filter.must_match:  # the only gap
+            self.any_length_matches(automaton, ahead)
         self.push(Node(self.longest, 0.0, ()))
+
+    def any_length_matches(self, automaton, ahead):
+        """Let the filter of the longest fill allow what any of the lengths allows.
+
+        ahead: its memo of `filters.matching`, by what is open after a position
+        """
+        able = [automaton.accepts]  # by the number of tokens to come
+        while len(able) < self.most:
+            able.append(able[-1][automaton.after].any(1))
+        for k in range(self.most):
+            to_come = [length - k - 1 for length in self.by_length if length > k]
+            ahead[(OPEN,) * (self.most - k - 1)] = torch.stack([able[n] for n in to_come]).any(0)
 
     def entry(self, node):
         regret = node.regret
@@ -141,11 +157,11 @@ class FromLeft(Search):
         """(V,) bool: the ids after which some fill that is longer may match."""
         k = len(fill)
         allowed = None
-        for length, number in self.by_length.items():
+        for length, number in sorted(self.by_length.items(), reverse=True):
+            filter = self.frames[number].filter
             if length > k:
-                filter = self.frames[number].filter
                 more = filter.allowed((*fill, *[OPEN] * (length - k)), k)
                 allowed = more if allowed is None else allowed | more
-                if not (filter.must_match or filter.only):  # all lengths allow the same
-                    break
+            if not filter.only:  # the longest allows what all do
+                break
         return allowed

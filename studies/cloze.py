@@ -107,7 +107,20 @@ def rank(scores):
     return 1 + better + sum(s == scores[0] for s in scores[1:]) / 2
 
 
+def fitted(model, tokenizer, gap):
+    """A Gap with less text around it if the context is too short for all of it."""
+    before, after = gap.before.split(), gap.after.split()
+    longest = max(gap.choices, key=lambda choice: len(tokenizer.encode(choice)))
+    while len(tokenizer.encode(" ".join([*before, longest, *after]))) > model.config.block_size - 8:
+        if len(before) > 2 * len(after):
+            before = before[1:]
+        else:
+            after = after[:-1]
+    return gap._replace(before=" ".join(before) + " ", after=" " + " ".join(after))
+
+
 def by_model(model, tokenizer, gap):
+    gap = fitted(model, tokenizer, gap)
     text = f"{gap.before}[___|{'|'.join(gap.choices)}]{gap.after}"
     found = sample.search(model, tokenizer, text, top=len(gap.choices))
     logp = {one.fills[0].strip(): one.logp for one in found}

@@ -15,7 +15,7 @@ from test_untrained import next_logits
 import mdlm
 import sample
 from nanomdlm.support.constrain.automaton import LINE
-from nanomdlm.support.infill import prefixes, templates
+from nanomdlm.support.infill import filters, model_calls, prefixes, templates
 
 transformers = pytest.importorskip("transformers")
 folder_of, some_text = folder_of, some_text  # fixtures
@@ -50,6 +50,20 @@ def test_what_is_kept_changes_no_number(kind, folder_of, monkeypatch):
     wanted = results()
     assert (texts, fills) == wanted[:2] and logp == pytest.approx(wanted[2], abs=1e-4)
     assert 2 * computed < sum(tokens)
+
+
+def test_a_search_that_must_stop_at_once_writes_the_likeliest_tokens(folder_of):
+    model, tokenizer, _ = mdlm.load(folder_of("llama"))
+    (found,) = sample.search(model, tokenizer, "the [___] of it", top=1, max_gap=8, limit=1)
+    places = [i for i, logp in enumerate(found.drawn) if logp is not None]
+    assert len(places) == 8
+    places = places[1:]  # the first must begin with a space
+    x = torch.tensor([found.ids])
+    at = torch.tensor(places)
+    with torch.no_grad():
+        logp = model_calls.next_logits(model, x, torch.zeros_like(at), at).log_softmax(-1)
+    best = logp.masked_fill(~filters.drawable(tokenizer, model.vocab_size), -torch.inf).amax(1)
+    assert [found.drawn[i] for i in places] == pytest.approx(best.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("how", ["in place", "data", "new", "in place, open", "new, open"])

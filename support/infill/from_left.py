@@ -30,6 +30,8 @@ class FromLeft(Search):
     after the gap that rank its fills.
     """
 
+    has_best_path = True
+
     def __init__(self, frames, top, reach=REACH):
         self.reach = reach
         super().__init__(frames, top)

@@ -130,6 +130,8 @@ class Search:
     top: how many fills, of different texts
     """
 
+    has_best_path = False  # whether the order of the queue goes straight to a good fill
+
     def __init__(self, frames, top):
         self.frames = frames
         self.top = top
@@ -319,8 +321,9 @@ def run(model, searches, limit=math.inf, deadline=math.inf, update=lambda search
 
     limit: sequences that the network may see for each Search. deadline: time.monotonic() before
     which a call must end if it takes as long as the last one; else it does not begin. Even then
-    each list gets a fill: the one that is nearest to its end is completed, unless too many fills
-    are refused. update(search): called for each sequence
+    each list gets a fill: the one that is nearest to its end is completed (or, from left to right
+    and without a deadline, the likeliest token follows each time), unless too many fills are
+    refused. update(search): called for each sequence
     """
     with torch.no_grad(), kept(model):
         take_turns(model, searches, limit, deadline, update)
@@ -346,7 +349,7 @@ def take_turns(model, searches, limit, deadline, update):
 
 def complete(model, search, deadline, update):
     """Find a first fill of a Search: complete the one that is nearest to its end."""
-    search.sort(deepest_first=True)
+    search.sort(deepest_first=deadline < math.inf or not search.has_best_path)
     more = MORE_IN_TIME if deadline < math.inf else MORE
     stop = search.sequences + more * (1 + max(len(frame.open) for frame in search.frames))
     while not search.fills and search.queue and search.sequences < stop:

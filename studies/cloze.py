@@ -111,7 +111,8 @@ def fitted(model, tokenizer, gap):
     """A Gap with less text around it if the context is too short for all of it."""
     before, after = gap.before.split(), gap.after.split()
     longest = max(gap.choices, key=lambda choice: len(tokenizer.encode(choice)))
-    while len(tokenizer.encode(" ".join([*before, longest, *after]))) > model.config.block_size - 8:
+    room = model.config.block_size - 8
+    while before and len(tokenizer.encode(" ".join([*before, longest, *after]))) > room:
         if len(before) > 2 * len(after):
             before = before[1:]
         else:

@@ -67,7 +67,14 @@ class Spans(Variant):
 def train(argv):
     if not argv or not argv[0].isdecimal() or int(argv[0]) == 0:
         raise UserError("first give the number of tokens in a run, such as 8")
-    return distill.train(lambda inner, model: Spans(inner, int(argv[0])), argv[1:], PROCESS_START)
+    size = int(argv[0])
+
+    def objective(inner, model):
+        if type(inner) is not mdlm.MaskedDiffusion or inner.T % size:
+            raise UserError(f"runs of {size} need the default objective and a context they divide")
+        return Spans(inner, size)
+
+    return distill.train(objective, argv[1:], PROCESS_START)
 
 
 @dataclass
@@ -97,6 +104,8 @@ def measure(argv):
     """Print a table: a run a line, a size of gaps a column."""
     options = Options(**parse(Options, argv, __doc__))
     outputs.check_all(options)
+    if not options.runs:
+        raise UserError("--runs is missing; give folders, separated by commas")
     rows = []
     for name in options.runs.split(","):
         folder = find_checkpoint(name)

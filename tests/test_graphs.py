@@ -171,6 +171,23 @@ def test_a_step_reads_no_value(without_values, settings):
     assert loss.is_meta and norm.is_meta and loss.shape == norm.shape == ()
 
 
+@pytest.mark.parametrize(
+    "wait",
+    [torch.Tensor.item, torch.Tensor.nonzero, lambda x: x[x > 0]],
+    ids=["item", "nonzero", "index by a mask"],
+)
+def test_a_step_that_waits_for_the_gpu_is_found(without_values, monkeypatch, wait):
+    run, drawn = without_values()
+    loss = type(run.objective).loss
+
+    def waits(self, *args):
+        wait(loss(self, *args))
+
+    monkeypatch.setattr(type(run.objective), "loss", waits)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
+        mdlm.backward(run, *drawn)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("settings", "alike", "is_recorded"),

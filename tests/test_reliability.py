@@ -195,14 +195,23 @@ def test_killed_run_ends_as_if_not_killed(run, tmp_path, kills=4):
             mdlm.load(out)
 
 
-def test_a_checkpoint_is_no_run_to_resume(run, tmp_path):
-    """Nothing in its folder or beside it is removed."""
+def test_resumed_run_removes_what_a_killed_one_left(run, tmp_path):
+    """Killed after its last save, before that had removed the oldest checkpoint."""
     out = tmp_path / "run"
-    assert run(out, "--max_steps=6", "--eval_interval=2", "--log_interval=2").wait() == 0
+    flags = ["--max_steps=6", "--eval_interval=2", "--log_interval=2"]
+    assert run(out, *flags).wait() == 0
     shutil.copytree(out / "step-4", out / "step-2")
+    assert run(out, "--resume").wait() == 0
+    assert {p.name for p in checkpoint.checkpoints(out)} == {"step-6", "step-4"}
+    shutil.copytree(out / "step-4", out / "step-2")
+    shutil.copytree(out / "step-6", out / "step-8")  # saved, but killed before `latest` named it
     inside = run(out / "step-6", "--resume", "--max_steps=8")
     assert inside.wait() == 2 and f"{out}/step-6 is a part of the run in {out}" in inside.err
-    assert {p.name for p in checkpoint.checkpoints(out)} == {"step-2", "step-4", "step-6"}
+    kept = {"step-2", "step-4", "step-6", "step-8"}
+    assert {p.name for p in checkpoint.checkpoints(out)} == kept, "they are of another run"
+    shutil.rmtree(out / "step-2")
+    checkpoint.finish_removal(out, out / "step-6")
+    assert {p.name for p in checkpoint.checkpoints(out)} == kept - {"step-2"}, "newer ones stay"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -105,8 +105,8 @@ class Chain:
         self.N = ids.shape[1]
 
     def read(self, constraint, at, asked, number, logits, is_ahead_known):
-        """Set what is known of each position: row (R, N) of logits, or -1; known (R,): of offsets
-        below that there are marginals."""
+        """Set what is known of each position: row (R, N) of logits, or -1; known (R,): offsets
+        below it have marginals."""
         first = constraint.start - at.start
         offset = torch.arange(self.N, device=asked.device)
         is_here = (offset + first >= 0) & (offset + first < len(at))

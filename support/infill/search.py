@@ -214,7 +214,7 @@ class Search:
         losses = (-logp).masked_fill(~allowed, math.inf)
         n = int((losses < math.inf).sum())
         stop = min(n, node.skip + WIDTH)
-        if stop < n:  # those up to one more alone are sorted
+        if stop < n:  # sort only these and the next one, whose loss bounds the rest
             ids = (losses <= losses.kthvalue(stop + 1).values).nonzero()[:, 0]
         else:
             ids = torch.arange(len(losses))
@@ -348,7 +348,8 @@ def take_turns(model, searches, limit, deadline, update):
 
 
 def complete(model, search, deadline, update):
-    """Find a first fill of a Search: complete the one that is nearest to its end."""
+    """Find a first fill of a Search: complete the partial fill that is nearest to its end or, where
+    the order of the queue leads straight to one, go on in that order."""
     search.sort(deepest_first=deadline < math.inf or not search.has_best_path)
     more = MORE_IN_TIME if deadline < math.inf else MORE
     stop = search.sequences + more * (1 + max(len(frame.open) for frame in search.frames))

@@ -148,14 +148,25 @@ def write_files(folder, contents, score):
     files.sync(folder)
 
 
-def remove_all_but_two(final):
-    """Keep `final` and the checkpoint before it. Newer ones are of a run that was rolled back."""
+def remove_all_but_two(final, newer=True):
+    """Keep `final` and the checkpoint before it. Newer ones belong to a run that was rolled back;
+    whether they go too."""
     folders = checkpoints(final.parent)
     earlier = [p for p in folders if step_of(p) < step_of(final)]
     before = max(earlier, key=lambda p: (step_of(p), p.suffix != ".old"), default=final)
     for other in folders:
-        if other not in (final, before):
+        if other not in (final, before) and (newer or step_of(other) <= step_of(final)):
             files.remove(other)
+
+
+def finish_removal(out_dir, folder):
+    """Remove what the save of `folder` would have removed, had its run not been killed before.
+
+    Newer ones stay until the run saves: whether it was rolled back is not known.
+    """
+    if folder.name == read_latest(out_dir):
+        with files.writing(folder):
+            remove_all_but_two(folder, newer=False)
 
 
 # ---- Reading

@@ -70,7 +70,7 @@ def save(draw, folder, verbose):
     """Draw pictures into a folder: draw is a dict of file name -> function of a path.
 
     folder: None or "none" draws nothing. verbose: whether to print the names of the pictures.
-    A picture that cannot be drawn is a warning, and so is missing matplotlib.
+    Missing matplotlib is a warning. Raises UserError if a picture could not be drawn.
     """
     if folder in (None, "none"):
         return
@@ -80,9 +80,12 @@ def save(draw, folder, verbose):
         warn(str(e))
         return
     paths = [Path(folder) / name for name in draw]
-    drawn = [path for path, plot in zip(paths, draw.values()) if try_to_draw(plot, path)]
-    if verbose and drawn:
-        print("pictures:", escaped(", ".join(map(str, drawn))))
+    drawn = [try_to_draw(plot, path) for path, plot in zip(paths, draw.values())]
+    if not all(drawn):
+        missing = f"{drawn.count(False)} of {len(drawn)} pictures are missing"
+        raise UserError(f"{missing}; give --pictures=FOLDER or none")
+    if verbose:
+        print("pictures:", escaped(", ".join(map(str, paths))))
 
 
 def figure(width, height, *grid, **options):

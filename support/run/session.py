@@ -230,6 +230,8 @@ class Session:
             lines = read_lines(self.log.path.read_bytes(), step)
         if self.config.tracker != "none":  # first, as it may be refused
             self.log.tracker = trackers.start(self.config, [record for _, record in lines])
+        if self.resumed_from:
+            checkpoint.finish_removal(out_dir, self.resumed_from)
         if self.config.overwrite:
             run_folder.mark_overwriting(out_dir)
         with files.writing(self.log.path):  # without the records after that step

@@ -13,8 +13,7 @@ python=${PYTHON:-python3}
 mdlm=$(realpath -- "$(dirname "$0")/..")
 read -ra more <<< "${FLAGS:-}"
 
-# Plain text, because --rates does not apply to documents of known lengths. At most half of a text is
-# hidden: a missing line is only 3 % of it. "<|" could begin a special token.
+# Plain text, as a missing line has a whole file around it. "<|" could begin a special token.
 text=$out.txt
 "$python" - "$DATA" "$text" << 'EOF'
 import json, sys
@@ -23,7 +22,7 @@ with open(sys.argv[1], encoding="utf-8") as f, open(sys.argv[2], "w", encoding="
         g.write(json.loads(line)["text"].strip("\n").replace("<|", "< |") + "\n\n\n")
 EOF
 "$python" "$mdlm/mdlm.py" "--init_from=$MODEL" "--data=$text" --block_size=512 --batch_size=32 \
-    --lora=32 --rates=0-0.5 "--time_limit=${SECONDS_OF_TRAINING:-360}" "--out_dir=$out" "${more[@]}"
+    --lora=32 "--time_limit=${SECONDS_OF_TRAINING:-360}" "--out_dir=$out" "${more[@]}"
 lines() {
     "$python" "$mdlm/studies/infill_code.py" --dtype=bfloat16 "--tasks=${TASKS:-100}" "$@"
 }

@@ -119,6 +119,7 @@ def measure(argv):
         for n in SIZES:
             less = row["nats"][n] - rows[0]["nats"][n]
             lines[-1] += [row["nats"][n].mean().item(), less.mean().item(), standard_error(less)]
+    for row in rows:
         row["nats"] = {n: nats.tolist() for n, nats in row["nats"].items()}
     content = to_json(rows)
     print(content if options.json == "-" else plots.table(lines, digits=3))

@@ -107,11 +107,16 @@ def measure(argv):
     if not options.runs:
         raise UserError("--runs is missing; give folders, separated by commas")
     rows = []
+    x0 = None
     for name in options.runs.split(","):
         folder = find_checkpoint(name)
         model, tokenizer, config = mdlm.load(folder, "cpu")
-        with eval.open_data("", folder, tokenizer, config, torch.device("cpu")) as (corpus, _):
-            x0 = corpus.windows(options.windows).long()
+        if x0 is None:  # the same windows for all
+            with eval.open_data("", folder, tokenizer, config, torch.device("cpu")) as (corpus, _):
+                x0 = corpus.windows(options.windows).long()
+            text = tokenizer.decode(x0[0].tolist())
+        if tokenizer.decode(x0[0].tolist()) != text:
+            raise UserError(f"{name} has other tokens than the first run")
         rows.append(dict(run=name, nats={n: nats_of_gaps(model, x0, n) for n in SIZES}))
     lines = [["run", *(title for n in SIZES for title in (f"{n} tokens", "less the first", "+-"))]]
     for row in rows:

@@ -217,6 +217,17 @@ def test_a_folder_is_never_looked_for_on_a_hub(tmp_path, monkeypatch):
     assert not any((tmp_path / "mdlm" / "gguf").iterdir())
 
 
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_package_that_gguf_files_need_is_named(package, tmp_path, monkeypatch):
+    for name in ("transformers", "gguf"):
+        pytest.importorskip(name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=f"pip install {package}"):
+        hub.local(str(tmp_path / "a.gguf"))
+
+
 @pytest.mark.long
 def test_a_gguf_file_is_read(tmp_path, monkeypatch):
     """SmolLM2-135M-Instruct, from PyPI."""

@@ -113,7 +113,8 @@ def converted(path):
     if folder.exists():
         return folder
     transformers = optional("transformers", "a GGUF file")
-    optional("gguf", "a GGUF file")
+    for package in ("gguf", "accelerate"):
+        optional(package, "a GGUF file")
     transformers.logging.disable_progress_bar()
     print(f"converting {path.name} to {folder}, once", file=sys.stderr)
     home.mkdir(parents=True, exist_ok=True)
